@@ -1,0 +1,141 @@
+"""The one permanent patch: where the plugin's config enters vLLM."""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+
+from vllm_specplus.compat import SpecPlusCompatError, check_vllm
+from vllm_specplus.config import Resolved, SpecPlusConfigError, resolve
+
+# A name below "vllm", so that vLLM's own logging setup prints it.
+logger = init_logger("vllm.specplus")
+
+_PATCHED = "specplus_original"
+# What vLLM itself writes into the dict when it builds its config.
+_ENGINE_KEYS = ("target_model_config", "target_parallel_config")
+_WORKERS = {
+    "cpu": "vllm_specplus.cpu_worker.SpecPlusCPUWorker",
+    "cuda": "vllm_specplus.worker.SpecPlusWorker",
+}
+
+
+def install() -> None:
+    """Wrap ``EngineArgs.create_speculative_config``; a second call changes nothing."""
+    original = EngineArgs.create_speculative_config
+    if hasattr(original, _PATCHED):
+        return
+
+    @functools.wraps(original)
+    def create_speculative_config(
+        self: EngineArgs, target_model_config: Any, target_parallel_config: Any
+    ) -> Any:
+        try:
+            return _create(self, original, target_model_config, target_parallel_config)
+        except (SpecPlusConfigError, SpecPlusCompatError) as error:
+            if _started_by_vllm_command():
+                _exit(error)
+            raise
+
+    setattr(create_speculative_config, _PATCHED, original)
+    EngineArgs.create_speculative_config = create_speculative_config
+
+
+def _create(
+    args: EngineArgs, original: Callable[..., Any], model_config: Any, parallel_config: Any
+) -> Any:
+    """vLLM's own SpeculativeConfig where no plugin key is used, else the plugin's subclass of it."""
+    given = _given_config(args)
+    if given is None:
+        return original(args, model_config, parallel_config)
+    resolved = resolve(given)
+    for line in resolved.notes:
+        logger.info("%s", line)
+    for line in resolved.warnings:
+        logger.warning("%s", line)
+    if resolved.options is None:
+        if resolved.vllm != given:
+            args.speculative_config = dict(resolved.vllm)
+        return original(args, model_config, parallel_config)
+
+    if warning := check_vllm():
+        logger.warning("%s", warning)
+    parallel_config.worker_cls = _worker_cls(parallel_config.worker_cls)
+    config = _build(resolved, model_config, parallel_config)
+    if config.drafts_on_host:
+        _turn_async_scheduling_off(args)
+    logger.info("resolved speculative config: %s", resolved.as_json())
+    return config
+
+
+def _given_config(args: EngineArgs) -> dict[str, Any] | None:
+    """The speculative config as the user gave it: ``--speculative-config`` and the ``--spec-*`` flags."""
+    flags = {
+        "method": args.spec_method,
+        "model": args.spec_model,
+        "num_speculative_tokens": args.spec_tokens,
+    }
+    flags = {key: value for key, value in flags.items() if value is not None}
+    given = args.speculative_config
+    if given is None:
+        return flags or None
+    if not isinstance(given, dict):
+        raise SpecPlusConfigError(
+            f"speculative_config: {given!r} is not allowed: it must be a JSON object"
+        )
+    given = {key: value for key, value in given.items() if key not in _ENGINE_KEYS}
+    if twice := sorted(flags.keys() & given.keys()):
+        raise SpecPlusConfigError(
+            f"speculative_config: {', '.join(twice)} is given twice: here and by a --spec-* flag"
+        )
+    return flags | given
+
+
+def _build(resolved: Resolved, model_config: Any, parallel_config: Any) -> Any:
+    from vllm_specplus.engine_config import SpecPlusSpeculativeConfig
+
+    return SpecPlusSpeculativeConfig.create(resolved, model_config, parallel_config)
+
+
+def _worker_cls(current: str) -> str:
+    from vllm.platforms import current_platform
+
+    worker = _WORKERS.get(current_platform.device_type)
+    if worker is None:
+        raise SpecPlusConfigError(
+            f"speculative_config: platform {current_platform.device_type!r} is not supported by "
+            f"vllm-specplus: it runs on {', '.join(_WORKERS)}"
+        )
+    if current not in ("auto", worker):
+        raise SpecPlusConfigError(
+            f"worker_cls={current!r} cannot be combined with vllm-specplus's own worker: leave it unset"
+        )
+    return worker
+
+
+def _turn_async_scheduling_off(args: EngineArgs) -> None:
+    if args.async_scheduling:
+        raise SpecPlusConfigError(
+            "async_scheduling=True is not allowed: drafts from the request's history are made on the "
+            "host and need every token there first; leave it unset"
+        )
+    if args.async_scheduling is None:
+        logger.info("async scheduling is off: drafting needs the complete history on the host")
+        args.async_scheduling = False
+
+
+def _started_by_vllm_command() -> bool:
+    """Whether this process is ``vllm ...`` or ``python -m vllm...``, not somebody's own program."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return Path(sys.argv[0]).name == "vllm" or (
+        spec is not None and spec.name.partition(".")[0] == "vllm"
+    )
+
+
+def _exit(error: Exception) -> NoReturn:
+    print(f"vllm-specplus: {error}", file=sys.stderr)
+    raise SystemExit(2)

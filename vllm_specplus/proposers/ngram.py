@@ -1,0 +1,179 @@
+"""N-gram drafting: copy what followed the same words earlier in the request's own text."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from vllm_specplus.proposers.history import History, Match
+
+_MIN_CAPACITY = 1024  # tokens a request's tables are made for at first
+_ENTRIES_PER_TOKEN = 1.5  # at most two thirds of a table are taken
+
+
+class NgramMatcher:
+    """Longest-window, most-recent n-gram lookup over prompt, output and model drafts.
+
+    With s = history + model drafts, the last `size` tokens of s are looked for earlier in s, from
+    `max_ngram_size` down to `min_ngram_size`; the first size that occurs wins, and of its
+    occurrences the most recent one (it may overlap the tail). The drafts are what follows there;
+    where s ends, the copy goes on with the tokens just drafted, as in LZ77, so a repetition of
+    any period fills the whole window. A request's drafts come from its own text only.
+    Source: prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding.
+
+    The text is indexed as it grows (see `_ngram_index`), so a step costs the same at any context
+    length. Only the first sight of a prompt is linear in its length, and so is the making of a
+    larger table, each time that a request has grown by half. Memory: `_ENTRIES_PER_TOKEN` x 4
+    bytes for each token and window size, up to half as much again while a request grows.
+
+    A request id that comes back with other text is noticed by its prompt length, by a shorter
+    history, or by the last eight tokens seen, and is indexed anew. One that agrees in all of these
+    may miss matches; it still drafts nothing but continuations found in its present text.
+
+    Args:
+        max_num_reqs: requests that have state at the same time.
+        max_model_len: longest history, in tokens.
+        min_ngram_size: shortest window, >= 1.
+        max_ngram_size: longest window, >= min_ngram_size.
+        match_len_cap: matches are measured up to this many tokens; raised to `max_ngram_size`.
+
+    Raises:
+        ValueError: a size out of range.
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        *,
+        min_ngram_size: int,
+        max_ngram_size: int,
+        match_len_cap: int = 64,
+    ) -> None:
+        if not 1 <= min_ngram_size <= max_ngram_size:
+            raise ValueError(
+                f"min_ngram_size={min_ngram_size} must lie between 1 and "
+                f"max_ngram_size={max_ngram_size}"
+            )
+        if max_num_reqs < 1 or not 1 <= max_model_len < 2**31:
+            raise ValueError(
+                f"max_num_reqs={max_num_reqs} and max_model_len={max_model_len} must be at least "
+                "1, max_model_len below 2**31"
+            )
+        # numba, imported before a vLLM CPU worker has started, breaks that worker.
+        from vllm_specplus.proposers import _ngram_index
+
+        self._index = _ngram_index
+        self.max_num_reqs = max_num_reqs
+        self.max_model_len = max_model_len
+        self._sizes = (min_ngram_size, max_ngram_size)
+        self._match_len_cap = max(match_len_cap, max_ngram_size)
+        self._state = np.zeros((max_num_reqs, _ngram_index.NUM_COLUMNS), np.int64)
+        self._fingerprints = np.zeros((max_num_reqs, _ngram_index.FINGERPRINT_SIZE), np.int32)
+        # The compiled code goes by the addresses in the state; this keeps the tables alive.
+        self._tables: list[np.ndarray | None] = [None] * max_num_reqs
+        self._slots: dict[str, int] = {}
+        self._free_slots = list(range(max_num_reqs - 1, -1, -1))
+
+    @property
+    def match_len_cap(self) -> int:
+        """The largest match length reported."""
+        return self._match_len_cap
+
+    @property
+    def num_table_bytes(self) -> int:
+        """Memory set aside for the tables of all requests."""
+        return sum(table.nbytes for table in self._tables if table is not None)
+
+    def match(
+        self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray
+    ) -> Match:
+        """See `Matcher.match`.
+
+        Raises:
+            ValueError: `history.token_ids` is not a C-contiguous int32 array, or a history is
+                longer than its rows or than `max_model_len`.
+            RuntimeError: more than `max_num_reqs` requests have state.
+        """
+        num_reqs = len(history.req_ids)
+        num_tokens = np.ascontiguousarray(history.num_tokens[:num_reqs], np.int64)
+        self._check(history.token_ids, num_tokens)
+        slots = self._slots_of(history.req_ids)
+        for i in np.flatnonzero(num_tokens > self._state[slots, self._index.CAPACITY]).tolist():
+            self._make_tables(int(slots[i]), int(num_tokens[i]))
+
+        if model_drafts is None:
+            model_drafts = np.empty((num_reqs, 0), np.int32)
+        limits = np.ascontiguousarray(max_drafts, np.int64)
+        result = Match(
+            np.full((num_reqs, int(limits.max(initial=0))), -1, np.int32),
+            np.zeros(num_reqs, np.int32),
+            np.zeros(num_reqs, np.int32),
+        )
+        self._index.update_and_match(
+            history.token_ids,
+            num_tokens,
+            np.ascontiguousarray(history.num_prompt_tokens[:num_reqs], np.int64),
+            np.ascontiguousarray(model_drafts, np.int32),
+            limits,
+            slots,
+            self._state,
+            self._fingerprints,
+            self._sizes,
+            self._match_len_cap,
+            result.token_ids,
+            result.num_tokens,
+            result.match_len,
+        )
+        return result
+
+    def retain(self, req_ids: Collection[str]) -> None:
+        """See `Matcher.retain`. The slots and the memory of dropped requests are free again."""
+        for req_id in self._slots.keys() - set(req_ids):
+            slot = self._slots.pop(req_id)
+            self._state[slot] = 0
+            self._tables[slot] = None
+            self._free_slots.append(slot)
+
+    def _check(self, token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
+        if token_ids.dtype != np.int32 or not token_ids.flags.c_contiguous:
+            raise ValueError(
+                f"token_ids must be C-contiguous int32, got {token_ids.dtype} with strides "
+                f"{token_ids.strides}"
+            )
+        longest = min(self.max_model_len, token_ids.shape[1])
+        if len(num_tokens) > len(token_ids) or num_tokens.max(initial=0) > longest:
+            raise ValueError(
+                f"{len(num_tokens)} histories of up to {num_tokens.max(initial=0)} tokens do not "
+                f"fit token_ids of shape {token_ids.shape} and max_model_len={self.max_model_len}"
+            )
+
+    def _slots_of(self, req_ids: Sequence[str]) -> np.ndarray:
+        """The slot of each request ([B] int64), a free one for a new request."""
+        known = self._slots
+        try:
+            return np.array([known[req_id] for req_id in req_ids], np.int64)
+        except KeyError:
+            pass
+        for req_id in req_ids:
+            if req_id in known:
+                continue
+            if not self._free_slots:
+                raise RuntimeError(
+                    f"no slot for request {req_id!r}: {len(known)} requests have state, which is "
+                    "max_num_reqs; call retain() with those that are alive before match()"
+                )
+            known[req_id] = self._free_slots.pop()
+        return np.array([known[req_id] for req_id in req_ids], np.int64)
+
+    def _make_tables(self, slot: int, num_tokens: int) -> None:
+        """Give `slot` empty tables with room for half as many tokens again."""
+        index = self._index
+        capacity = min(self.max_model_len, max(_MIN_CAPACITY, num_tokens + num_tokens // 2))
+        table_size = int(capacity * _ENTRIES_PER_TOKEN) + 1
+        num_sizes = self._sizes[1] - self._sizes[0] + 1
+        table = np.zeros(num_sizes * table_size, np.uint32)
+        self._tables[slot] = table
+        self._state[slot, index.TABLE] = table.ctypes.data
+        self._state[slot, index.TABLE_SIZE] = table_size
+        self._state[slot, index.CAPACITY] = capacity
+        self._state[slot, index.NUM_INDEXED] = 0

@@ -1,0 +1,238 @@
+"""Drafting on vLLM's V1 model runner.
+
+A hybrid is vLLM's own proposer for its draft model, subclassed: it runs ``num_model_steps`` passes and then
+asks the matcher for the remaining slots. The methods without a draft model (ngram, suffix, naive) run as
+vLLM's custom class. Both return lists, so a slot that nothing fills is never scheduled.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker import gpu_model_runner
+
+from vllm_specplus import compat
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.proposers.history import History, Matcher
+from vllm_specplus.proposers.hybrid import Drafts, HybridDrafter
+from vllm_specplus.proposers.ngram import NgramMatcher
+from vllm_specplus.proposers.suffix import SuffixMatcher
+from vllm_specplus.runners.v1_verify import StrategyRejectionSampler, StrategySampler
+
+_MODEL_PROPOSERS = (
+    "EagleProposer",
+    "Gemma4Proposer",
+    "Step3p5MTPProposer",
+    "DraftModelProposer",
+)
+
+
+@contextmanager
+def installed(options: SpecPlusOptions) -> Iterator[None]:
+    """The plugin's classes stand in the runner's module while the block builds the runner."""
+    names: dict[str, Any] = {}
+    if options.is_hybrid:
+        names |= {name: _hybrid(getattr(gpu_model_runner, name)) for name in _MODEL_PROPOSERS}
+    if options.verify_strategy is not None:
+        names |= {"Sampler": StrategySampler, "RejectionSampler": StrategyRejectionSampler}
+    names["create_custom_proposer"] = HistoryDrafter
+    with compat.override(gpu_model_runner, names):
+        yield
+
+
+def bind(runner: Any) -> None:
+    """Give the drafter and the samplers of a built runner what vLLM does not pass to them."""
+    for part in ("drafter", "sampler", "rejection_sampler"):
+        if hasattr(bound := getattr(runner, part, None), "bind"):
+            bound.bind(runner)
+
+
+def make_matcher(kind: str, vllm_config: Any) -> Matcher:
+    """The matcher of a strategy or method: ``ngram`` or ``suffix``."""
+    options: SpecPlusOptions = vllm_config.speculative_config.specplus
+    if kind == "suffix":
+        return SuffixMatcher(
+            max_tree_depth=options.suffix_decoding_max_tree_depth,
+            max_cached_requests=options.suffix_decoding_max_cached_requests,
+            max_spec_factor=options.suffix_decoding_max_spec_factor,
+            min_token_prob=options.suffix_decoding_min_token_prob,
+        )
+    return NgramMatcher(
+        # A finished request's state goes only when the next batch drafts, so leave room for both.
+        2 * vllm_config.scheduler_config.max_num_seqs,
+        vllm_config.model_config.max_model_len,
+        min_ngram_size=options.min_ngram_size,
+        max_ngram_size=options.max_ngram_size,
+    )
+
+
+class _HostHistory:
+    """The batch's tokens on the host, and how many may be drafted for each request."""
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+
+    def take(
+        self, sampled: list[list[int]], width: int, *, on_host: bool = True
+    ) -> tuple[History, np.ndarray]:
+        """The history of the batch, this step's tokens included.
+
+        Args:
+            sampled: [B] the tokens that each request got in this step; none for a partial prefill.
+            width: the most drafts that a request may have.
+            on_host: whether vLLM has written them into the host's sequences already. If not, they are
+                written here, where vLLM's bookkeeping is about to write the same.
+
+        Returns:
+            The history, and [B] int64 drafts that each request may have: none for a partial prefill or
+            where the model length leaves no room.
+        """
+        batch = self._runner.input_batch
+        num_reqs = len(sampled)
+        num_tokens = batch.num_tokens_no_spec[:num_reqs].astype(np.int64)
+        if not on_host:
+            for i, tokens in enumerate(sampled):
+                batch.token_ids_cpu[i, num_tokens[i] : num_tokens[i] + len(tokens)] = tokens
+            num_tokens += [len(tokens) for tokens in sampled]
+        prefilling = np.array([not tokens for tokens in sampled])
+        room = self._runner.max_model_len - num_tokens - 1
+        history = History(
+            req_ids=batch.req_ids[:num_reqs],
+            token_ids=batch.token_ids_cpu,
+            num_tokens=num_tokens,
+            num_prompt_tokens=batch.num_prompt_tokens[:num_reqs],
+        )
+        return history, np.where(prefilling, 0, np.clip(room, 0, width))
+
+
+class HistoryDrafter:
+    """Drafts without a model: ngram, suffix, or (naive) nothing at all."""
+
+    def __init__(self, vllm_config: Any):
+        options: SpecPlusOptions = vllm_config.speculative_config.specplus
+        self._width = options.num_speculative_tokens
+        self._matcher = (
+            None if options.method == "naive" else make_matcher(options.method, vllm_config)
+        )
+
+    def bind(self, runner: Any) -> None:
+        self._runner = runner
+        self._history = _HostHistory(runner)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """There is no model; vLLM's CPU runner asks all the same."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """The drafts of each request; arguments and answer as vLLM's custom proposers have them."""
+        if self._matcher is None:
+            return [[] for _ in sampled_token_ids]
+        history, room = self._history.take(sampled_token_ids, self._width)
+        self._matcher.retain(self._runner.requests)
+        return self._matcher.match(history, None, room).to_lists()
+
+
+class _HybridMixin:
+    """Adds the matcher's drafts to those of vLLM's proposer, which this is mixed into.
+
+    vLLM calls ``prepare_next_token_ids_*`` with this step's tokens right before ``propose``; in the padded
+    form that is before it has written them into the host's copy of the sequences.
+    """
+
+    runner: Any
+    vllm_config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        options: SpecPlusOptions = self.vllm_config.speculative_config.specplus
+        matcher = make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config)
+        self._steps = options.num_model_steps or 1
+        self._drafter = HybridDrafter(
+            matcher,
+            num_model_steps=self._steps,
+            num_speculative_tokens=options.num_speculative_tokens,
+            match_override_len=options.match_override_len,
+        )
+        self._matcher = matcher
+        self._sampled: list[list[int]] = []
+        self._sampled_on_host = False
+        self._model_probs: torch.Tensor | None = None
+
+    def bind(self, runner: Any) -> None:
+        self._history = _HostHistory(runner)
+
+    def prepare_next_token_ids_padded(
+        self,
+        sampled_token_ids: torch.Tensor,
+        requests: Any,
+        gpu_input_batch: Any,
+        discard_request_mask: torch.Tensor,
+    ) -> Any:
+        """Take note of this step's tokens: [B, width] with -1 after each request's last."""
+        rows = sampled_token_ids.tolist()
+        discarded = discard_request_mask[: len(rows)].tolist()
+        vocab = gpu_input_batch.vocab_size
+        self._sampled = [
+            [] if gone else [token for token in row if 0 <= token < vocab]
+            for row, gone in zip(rows, discarded, strict=True)
+        ]
+        self._sampled_on_host = False
+        return super().prepare_next_token_ids_padded(  # type: ignore[misc]
+            sampled_token_ids, requests, gpu_input_batch, discard_request_mask
+        )
+
+    def prepare_next_token_ids_cpu(
+        self,
+        sampled_token_ids: list[list[int]],
+        requests: Any,
+        gpu_input_batch: Any,
+        num_scheduled_tokens: Any,
+    ) -> Any:
+        """Take note of this step's tokens, which vLLM has in the host's sequences already."""
+        self._sampled = sampled_token_ids
+        self._sampled_on_host = True
+        return super().prepare_next_token_ids_cpu(  # type: ignore[misc]
+            sampled_token_ids, requests, gpu_input_batch, num_scheduled_tokens
+        )
+
+    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Run the model's steps, then fill the slots after them; one list of drafts per request."""
+        steps = min(num_speculative_tokens, self._steps)
+        model_drafts = super().propose(steps, *args, **kwargs)  # type: ignore[misc]
+        history, room = self._history.take(
+            self._sampled, num_speculative_tokens, on_host=self._sampled_on_host
+        )
+        self._matcher.retain(self.runner.requests)
+        drafts = self._drafter.draft(history, model_drafts.cpu().numpy(), room)
+        self._model_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
+        return drafts.token_ids
+
+    def take_last_draft_probs(self) -> torch.Tensor | None:
+        """[B, K, vocab] probabilities of all drafts: the model's own, then one-hot rows."""
+        return self._model_probs
+
+    def _with_one_hot_rows(self, drafts: Drafts, width: int) -> torch.Tensor | None:
+        model_probs = super().take_last_draft_probs()  # type: ignore[misc]
+        if model_probs is None:
+            return None
+        batch, steps, vocab = model_probs.shape
+        probs = model_probs.new_zeros(batch, width, vocab)
+        for i, (tokens, num_model) in enumerate(
+            zip(drafts.token_ids, drafts.num_model.tolist(), strict=True)
+        ):
+            kept = min(num_model, steps)
+            probs[i, :kept] = model_probs[i, :kept]
+            matched = torch.tensor(tokens[kept:], dtype=torch.int64, device=probs.device)
+            probs[i, kept : len(tokens)].scatter_(1, matched[:, None], 1.0)
+        return probs
+
+
+def _hybrid(proposer: type) -> type:
+    return type(f"Hybrid{proposer.__name__}", (_HybridMixin, proposer), {})

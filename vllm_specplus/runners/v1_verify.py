@@ -1,0 +1,164 @@
+"""Verification on vLLM's V1 model runner: its samplers, with another way of choosing tokens.
+
+Penalties, bad words, masks and logprobs stay vLLM's; only the step from processed logits to tokens is replaced.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.rejection_sampler import RejectionSampler, apply_sampling_constraints
+from vllm.v1.sample.sampler import Sampler
+
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.verify import verify_draft_tokens
+
+
+class _Verifier:
+    """Calls ``verify_draft_tokens`` with what vLLM's V1 runner knows of the batch."""
+
+    def __init__(self, runner: Any):
+        options: SpecPlusOptions = runner.speculative_config.specplus
+        assert options.verify_strategy is not None
+        self._runner = runner
+        self._strategy = options.verify_strategy
+        self._policy = options.accept_policy
+        self._window = options.verify_window
+        self._max_candidates = options.max_candidate_len
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        cu_num_rows: torch.Tensor,
+        drafts: torch.Tensor,
+        logits_indices: torch.Tensor,
+        metadata: Any,
+    ) -> torch.Tensor:
+        """Verify one batch.
+
+        Args:
+            logits: [num_rows, vocab] float32, processed, before temperature.
+            cu_num_rows: [num_reqs + 1] int32.
+            drafts: [num_rows] int64, -1 on bonus rows.
+            logits_indices: [num_rows] int, where each row's token stands in the batch of this step.
+            metadata: vLLM's sampling metadata.
+
+        Returns:
+            [num_reqs, max_rows] int64 tokens, -1 after each request's last.
+        """
+        num_reqs = cu_num_rows.shape[0] - 1
+        temperature = metadata.temperature
+        if metadata.all_greedy or temperature is None:
+            temperature = torch.zeros(num_reqs, device=logits.device)
+        positions = self._runner._get_positions(logits_indices)
+        return verify_draft_tokens(
+            logits,
+            cu_num_rows,
+            drafts,
+            temperature,
+            top_p=metadata.top_p,
+            top_k=metadata.top_k,
+            seeds=self._seeds(metadata.generators, num_reqs, logits.device),
+            # M-RoPE has three positions a token; the first is the one in time.
+            positions=(positions[0] if positions.dim() == 2 else positions).long(),
+            strategy=self._strategy,
+            policy=self._policy,
+            verify_window=self._window,
+            max_candidate_len=self._max_candidates,
+        ).token_ids
+
+    @staticmethod
+    def _seeds(
+        generators: dict[int, torch.Generator], num_reqs: int, device: torch.device
+    ) -> torch.Tensor:
+        """[num_reqs] int64: the request's own seed where it has one, else a fresh one each step."""
+        seeds = torch.randint(2**62, (num_reqs,), device=device)
+        if given := {i: g.initial_seed() for i, g in generators.items() if i < num_reqs}:
+            index = torch.tensor(list(given), device=device)
+            # torch's seeds are unsigned 64-bit numbers, the tensor's are signed.
+            values = [s - (s >> 63 << 64) for s in given.values()]
+            seeds[index] = torch.tensor(values, device=device)
+        return seeds
+
+
+class StrategySampler(Sampler):
+    """Samples rows that have no draft by the strategy's own rule and noise."""
+
+    def bind(self, runner: Any) -> None:
+        self._runner = runner
+        self._verifier = _Verifier(runner)
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As vLLM's: [num_reqs] tokens, and processed logprobs where the engine's mode asks for them."""
+        num_reqs = logits.shape[0]
+        rows = torch.arange(num_reqs + 1, dtype=torch.int32, device=logits.device)
+        starts = self._runner.query_start_loc.gpu[: num_reqs + 1]
+        tokens = self._verifier(
+            logits,
+            rows,
+            torch.full((num_reqs,), -1, dtype=torch.int64, device=logits.device),
+            starts[1:].long() - 1,
+            sampling_metadata,
+        )
+        processed = None
+        if sampling_metadata.max_num_logprobs is not None:
+            _, processed = super().sample(logits, sampling_metadata, logprobs_mode_override)
+        return tokens[:, 0], processed
+
+
+class StrategyRejectionSampler(RejectionSampler):
+    """Verifies drafts by the plugin's strategy and policy."""
+
+    def bind(self, runner: Any) -> None:
+        self._verifier = _Verifier(runner)
+
+    def forward(
+        self,
+        metadata: Any,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: Any,
+    ) -> SamplerOutput:
+        """As vLLM's; ``draft_probs`` is not used, since every strategy takes drafts as one-hot."""
+        draft_rows, bonus_rows = metadata.target_logits_indices, metadata.bonus_logits_indices
+        raw_bonus = logits[bonus_rows].to(torch.float32)
+        raw_target = logits[draft_rows].to(torch.float32)
+        bonus = self.sampler.apply_logits_processors(
+            raw_bonus.clone(), sampling_metadata, predict_bonus_token=True
+        )
+        target = self.apply_logits_processors(raw_target.clone(), sampling_metadata, metadata)
+
+        processed = torch.empty_like(logits, dtype=torch.float32)
+        processed[draft_rows] = target
+        processed[bonus_rows] = bonus
+        drafts = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
+        drafts[draft_rows] = metadata.draft_token_ids.long()
+        cu_num_rows = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
+        tokens = self._verifier(
+            processed, cu_num_rows, drafts, metadata.logits_indices, sampling_metadata
+        ).to(torch.int32)
+
+        if sampling_metadata.max_num_logprobs is None:
+            return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+        if self.is_processed_logprobs_mode:
+            raw_target = apply_sampling_constraints(
+                target, metadata.cu_num_draft_tokens, sampling_metadata
+            )
+            raw_bonus = self._processed_bonus(logits[bonus_rows], sampling_metadata)
+        logprobs = self._get_logprobs_tensors(
+            sampling_metadata.max_num_logprobs, metadata, logits, raw_target, raw_bonus, tokens
+        )
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+    def _processed_bonus(self, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+        """[num_reqs, vocab] the bonus rows as vLLM's own sampler would have sampled from them."""
+        output = self.sampler(
+            logits=logits,
+            sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1),
+            predict_bonus_token=True,
+            logprobs_mode_override="processed_logits",
+        )
+        return output.logprobs_tensors.logprobs
