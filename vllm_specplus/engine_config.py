@@ -31,7 +31,7 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
         assert options is not None
         stock = dict(resolved.vllm)
         if options.method in HISTORY_METHODS:
-            stock = {
+            stock |= {
                 "method": "custom_class",
                 "model": _HISTORY_DRAFTER,
                 # vLLM wants at least one; naive proposes none of it.

@@ -5,7 +5,7 @@ asks the matcher for the remaining slots. The methods without a draft model (ngr
 vLLM's custom class. Both return lists, so a slot that nothing fills is never scheduled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,10 @@ _MODEL_PROPOSERS = (
     "Step3p5MTPProposer",
     "DraftModelProposer",
 )
+
+
+# State is kept for requests that wait their turn or were preempted, up to so many full batches of them.
+_MAX_KEPT_BATCHES = 2
 
 
 @contextmanager
@@ -60,8 +64,7 @@ def make_matcher(kind: str, vllm_config: Any) -> Matcher:
             min_token_prob=options.suffix_decoding_min_token_prob,
         )
     return NgramMatcher(
-        # A finished request's state goes only when the next batch drafts, so leave room for both.
-        2 * vllm_config.scheduler_config.max_num_seqs,
+        _MAX_KEPT_BATCHES * vllm_config.scheduler_config.max_num_seqs,
         vllm_config.model_config.max_model_len,
         min_ngram_size=options.min_ngram_size,
         max_ngram_size=options.max_ngram_size,
@@ -73,6 +76,12 @@ class _HostHistory:
 
     def __init__(self, runner: Any):
         self._runner = runner
+        self._max_kept = _MAX_KEPT_BATCHES * runner.scheduler_config.max_num_seqs
+
+    def live(self) -> Collection[str]:
+        """The requests whose state is worth keeping, those of this batch always among them."""
+        unfinished = self._runner.requests
+        return unfinished if len(unfinished) <= self._max_kept else self._runner.input_batch.req_ids
 
     def take(
         self, sampled: list[list[int]], width: int, *, on_host: bool = True
@@ -118,7 +127,6 @@ class HistoryDrafter:
         )
 
     def bind(self, runner: Any) -> None:
-        self._runner = runner
         self._history = _HostHistory(runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +143,7 @@ class HistoryDrafter:
         if self._matcher is None:
             return [[] for _ in sampled_token_ids]
         history, room = self._history.take(sampled_token_ids, self._width)
-        self._matcher.retain(self._runner.requests)
+        self._matcher.retain(self._history.live())
         return self._matcher.match(history, None, room).to_lists()
 
 
@@ -209,7 +217,7 @@ class _HybridMixin:
         history, room = self._history.take(
             self._sampled, num_speculative_tokens, on_host=self._sampled_on_host
         )
-        self._matcher.retain(self.runner.requests)
+        self._matcher.retain(self._history.live())
         drafts = self._drafter.draft(history, model_drafts.cpu().numpy(), room)
         self._model_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
         return drafts.token_ids

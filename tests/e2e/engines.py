@@ -1,0 +1,133 @@
+"""Engines in this process, and what a test asks of them."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+# A module attribute of llvmlite answers to every name, "__dict__" too, and vLLM's start looks into every
+# module that is loaded; so it must not see this one when an earlier engine has loaded numba.
+_HIDDEN = "llvmlite.binding.ffi"
+
+REPEATING = [*range(40, 60), 7, 8, 9, *range(40, 60), 7, 8]
+PROMPTS: list[list[int]] = [
+    REPEATING,
+    [65, 66, 67] * 12,
+    list(range(100, 180)),
+    [5],
+    [int(x) for x in b"def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a"],
+    [17, 17, 17, 17],
+]
+
+# Every way of drafting that runs on V1, by the name of its test. `draft` stands for the draft model's path.
+PROPOSERS: dict[str, dict[str, Any]] = {
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
+    "mtp_ngram": {
+        "method": "mtp",
+        "num_speculative_tokens": 5,
+        "num_model_steps": 2,
+        "mtp_strategy": "with_ngram",
+    },
+    "mtp_ngram_override": {
+        "method": "mtp",
+        "num_speculative_tokens": 5,
+        "mtp_strategy": "with_ngram",
+        "match_override_len": 4,
+    },
+    "mtp_suffix": {"method": "mtp", "num_speculative_tokens": 6, "mtp_strategy": "with_suffix"},
+    "draft_model_ngram": {
+        "method": "draft_model",
+        "model": "draft",
+        "num_speculative_tokens": 4,
+        "num_model_steps": 2,
+        "mtp_strategy": "with_ngram",
+    },
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "max_ngram_size": 4,
+        "min_ngram_size": 1,
+    },
+    "suffix": {
+        "method": "suffix",
+        "num_speculative_tokens": 6,
+        "suffix_decoding_max_cached_requests": -1,
+    },
+    "naive": {"method": "naive"},
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """vLLM's own counters of one engine."""
+
+    drafts: int
+    drafted: int
+    accepted: int
+    by_position: list[int]
+
+
+class Engine:
+    """One running engine."""
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+
+    @property
+    def runner(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+    def generate(self, prompts: list[list[int]], **sampling: Any) -> list[Any]:
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 48, "ignore_eos": True} | sampling)
+        return self.llm.generate(
+            [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False
+        )
+
+    def tokens(self, prompts: list[list[int]] = PROMPTS, **sampling: Any) -> list[list[int]]:
+        """The token ids of each completion of each prompt, in order."""
+        results = self.generate(prompts, **sampling)
+        return [list(c.token_ids) for r in results for c in r.outputs]
+
+    def counts(self) -> Counts:
+        found = {m.name: m for m in self.llm.get_metrics()}
+
+        def value(name: str) -> int:
+            return int(found[f"vllm:spec_decode_num_{name}"].value)
+
+        per_pos = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+        return Counts(value("drafts"), value("draft_tokens"), value("accepted_tokens"), per_pos)
+
+
+def speculative(name: str, draft: Path, **more: Any) -> dict[str, Any]:
+    """The config of `PROPOSERS` by that name, with more keys."""
+    config = PROPOSERS[name] | more
+    return config | {"model": str(draft)} if config.get("model") == "draft" else config
+
+
+@contextmanager
+def engine(model: Path, speculative_config: dict[str, Any] | None = None, **args: Any) -> Iterator[Engine]:
+    """Start an engine on `model`, and take it down again whatever happens."""
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": 512,
+        "disable_log_stats": False,
+        "enable_prefix_caching": False,
+    }
+    hidden = sys.modules.pop(_HIDDEN, None)
+    try:
+        llm = LLM(model=str(model), speculative_config=speculative_config, **defaults | args)
+    finally:
+        if hidden is not None:
+            sys.modules[_HIDDEN] = hidden
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()

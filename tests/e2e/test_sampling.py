@@ -1,0 +1,189 @@
+"""Sampling parameters under every strategy: what a request asks for holds, drafts or not."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy.stats import chisquare
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.e2e.engines import PROMPTS, Engine, engine, speculative
+
+STRATEGIES = ["topp", "greedy", "target_match"]
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 11}
+# Engine settings that make a random model's JSON end.
+STRUCTURED = {
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> dict[str, list[list[int]]]:
+    """Greedy texts of the stock engine without speculation, by the request's rules."""
+    with engine(tiny, **STRUCTURED) as e:
+        return {name: e.tokens(**rules) for name, rules in RULES.items()}
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "penalties": {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.4,
+    },
+    "min_tokens": {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": list(range(128))},
+    "bad_words": {"bad_words": ["a", "bc"]},
+    "allowed_token_ids": {"allowed_token_ids": [65, 66, 70, 71]},
+    "stop": {"stop": ["e", "zz"], "ignore_eos": False},
+}
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest, tiny: Path, draft: Path) -> Iterator[tuple[str, Engine]]:
+    config = speculative("mtp_ngram", draft, verify_strategy=request.param)
+    with engine(tiny, config, **STRUCTURED) as e:
+        yield request.param, e
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_greedy_text(
+    rules: str, strategy: tuple[str, Engine], plain: dict[str, list[list[int]]]
+) -> None:
+    assert strategy[1].tokens(**RULES[rules]) == plain[rules]
+
+
+def test_bad_words_and_masks_when_sampling(strategy: tuple[str, Engine]) -> None:
+    texts = strategy[1].tokens(**SAMPLED, allowed_token_ids=[65, 66, 67], bad_words=["A"])
+    assert {token for t in texts for token in t} <= {66, 67}
+
+
+def test_same_seed_same_text(strategy: tuple[str, Engine]) -> None:
+    name, e = strategy
+    first = e.tokens(**SAMPLED)
+    assert e.tokens(**SAMPLED) == first
+    # In other batches too: alone, and in another order.
+    assert [e.tokens([p], **SAMPLED)[0] for p in PROMPTS] == first
+    assert e.tokens(PROMPTS[::-1], **SAMPLED) == first[::-1]
+    other = e.tokens(**SAMPLED | {"seed": 12})
+    assert (other == first) == (name == "greedy")
+
+
+def test_no_seed_new_text(strategy: tuple[str, Engine]) -> None:
+    name, e = strategy
+    unseeded = {k: v for k, v in SAMPLED.items() if k != "seed"}
+    assert (e.tokens(**unseeded) == e.tokens(**unseeded)) == (name == "greedy")
+
+
+def test_several_completions(strategy: tuple[str, Engine]) -> None:
+    name, e = strategy
+    texts = e.tokens(PROMPTS[:2], n=3, **SAMPLED)
+    assert len(texts) == 6
+    assert len({tuple(t) for t in texts}) == (2 if name == "greedy" else 6)
+    assert e.tokens(PROMPTS[:2], n=3, **SAMPLED) == texts
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_logprobs(sampling: dict[str, Any], strategy: tuple[str, Engine]) -> None:
+    """Each emitted token has a logprob, and the most likely ones beside it are those of its position."""
+    with_logprobs = strategy[1].generate(PROMPTS, logprobs=3, **sampling)
+    assert [list(r.outputs[0].token_ids) for r in with_logprobs] == strategy[1].tokens(**sampling)
+    for result in with_logprobs:
+        output = result.outputs[0]
+        assert len(output.logprobs) == len(output.token_ids)
+        for token, row in zip(output.token_ids, output.logprobs, strict=True):
+            top = max(row.values(), key=lambda entry: entry.logprob)
+            assert row[token].logprob <= top.logprob <= 0
+            assert (row[token].rank == 1) == (row[token].logprob == top.logprob)
+            if not sampling:
+                assert row[token].rank == 1
+
+
+def test_structured_output(strategy: tuple[str, Engine]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["ab", "abcd"]}, "ok": {"type": "boolean"}},
+        "required": ["name", "ok"],
+        "additionalProperties": False,
+    }
+    for sampling in ({}, SAMPLED):
+        results = strategy[1].generate(
+            PROMPTS[:4],
+            structured_outputs=StructuredOutputsParams(json=schema),
+            max_tokens=80,
+            ignore_eos=False,
+            **sampling,
+        )
+        for result in results:
+            value = json.loads(result.outputs[0].text)
+            assert value["name"] in ("ab", "abcd")
+            assert isinstance(value["ok"], bool)
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
+def test_logprobs_modes(mode: str, tiny: Path, draft: Path) -> None:
+    """The numbers are those of the engine without drafts."""
+    values = []
+    for name in ("naive", "mtp_ngram"):
+        config = speculative(name, draft, verify_strategy="target_match")
+        with engine(tiny, config, logprobs_mode=mode) as e:
+            results = e.generate(PROMPTS, logprobs=0, **SAMPLED)
+        values.append(
+            [
+                row[token].logprob
+                for r in results
+                for token, row in zip(r.outputs[0].token_ids, r.outputs[0].logprobs, strict=True)
+            ]
+        )
+    assert values[1] == pytest.approx(values[0], rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "proposer", ["mtp", "mtp_ngram_override", "mtp_suffix", "draft_model_ngram", "ngram", "suffix"]
+)
+def test_target_match_text_is_that_without_drafts(proposer: str, tiny: Path, draft: Path) -> None:
+    """The noise hangs on seed and position alone, so drafts only change how fast the text comes."""
+    texts = []
+    for name in ("naive", proposer):
+        with engine(tiny, speculative(name, draft, verify_strategy="target_match")) as e:
+            texts.append(e.tokens(**SAMPLED))
+    assert texts[0] == texts[1]
+
+
+def test_target_match_keeps_the_distribution(tiny: Path, draft: Path) -> None:
+    """Chi-squared of the second and third token against the stock engine's own sampling of them.
+
+    These are drafted positions. Measured: with the policy set to accept_all, which is the bug of taking
+    drafts unseen, the p-value falls below 1e-300; without it, it is what chance gives.
+    """
+    sampling = {"temperature": 1.0, "top_k": 6, "max_tokens": 3, "n": 1500}
+
+    def tails(config: dict[str, Any] | None) -> Counter[tuple[int, ...]]:
+        with engine(tiny, config, max_num_seqs=256, seed=5) as e:
+            return Counter(tuple(t[1:]) for t in e.tokens([PROMPTS[0]], **sampling))
+
+    stock = tails(None)
+    assert _p_value(tails(speculative("mtp", draft, verify_strategy="target_match")), stock) > 1e-3
+    broken = speculative("mtp", draft, verify_strategy="target_match", accept_policy="accept_all")
+    assert _p_value(tails(broken), stock) < 1e-9
+
+
+def _p_value(observed: Counter[tuple[int, ...]], reference: Counter[tuple[int, ...]]) -> float:
+    """Two-sample chi-squared of equally many draws, over the outcomes seen at least ten times in all."""
+    total = observed + reference
+    common = [k for k, n in total.items() if n >= 10]
+    rest = {k for k in total if k not in common}
+
+    def bins(counts: Counter[tuple[int, ...]]) -> list[int]:
+        return [counts[k] for k in common] + [sum(counts[k] for k in rest)]
+
+    a, b = bins(observed), bins(reference)
+    expected = [(x + y) / 2 for x, y in zip(a, b, strict=True) if x + y]
+    seen = [x for x, y in zip(a, b, strict=True) if x + y]
+    # Both samples are random, so the statistic of one against their mean is doubled.
+    statistic = 2 * float(chisquare(seen, expected, sum_check=False).statistic)
+    from scipy.stats import chi2
+
+    return float(chi2.sf(statistic, len(seen) - 1))

@@ -1,0 +1,85 @@
+"""A config without a plugin key is vLLM's own, object for object."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config.speculative import SpeculativeConfig
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.eagle import EagleProposer
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from tests.e2e.engines import engine, speculative
+from vllm_specplus.cpu_worker import SpecPlusCPUWorker
+from vllm_specplus.engine_config import SpecPlusSpeculativeConfig
+
+
+def parts(e: Any) -> dict[str, type]:
+    executor = e.llm.llm_engine.engine_core.engine_core.model_executor
+    runner = e.runner
+    return {
+        "config": type(runner.speculative_config),
+        "worker": type(executor.driver_worker.worker),
+        "drafter": type(runner.drafter),
+        "rejection_sampler": type(runner.rejection_sampler),
+        "sampler": type(runner.sampler),
+    }
+
+
+STOCK = {
+    "config": SpeculativeConfig,
+    "worker": CPUWorker,
+    "drafter": EagleProposer,
+    "rejection_sampler": RejectionSampler,
+    "sampler": Sampler,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "mtp", "num_speculative_tokens": 2},
+        # A plugin key at its default asks for nothing.
+        {"method": "mtp", "num_speculative_tokens": 2, "mtp_strategy": "default"},
+        {"method": "mtp", "num_speculative_tokens": 2, "num_model_steps": 2},
+        {"method": "mtp", "num_speculative_tokens": 2, "accept_policy": "normal"},
+        # Another system's names for what vLLM has itself.
+        {"speculate_method": "mtp", "speculate_max_draft_token_num": 2},
+        {"sp_type": "mtp", "gen_num_per_cycle": 2},
+    ],
+    ids=lambda c: "+".join(c),
+)
+def test_stock_config_builds_stock_classes(config: dict[str, Any], tiny: Path) -> None:
+    with engine(tiny, config) as e:
+        assert parts(e) == STOCK
+
+
+def test_a_plugin_config_leaves_nothing_behind(tiny: Path, draft: Path) -> None:
+    """The overrides last only while the runner is built; the next stock engine is stock again."""
+    names = ("EagleProposer", "Sampler", "RejectionSampler", "create_custom_proposer")
+    before = {name: getattr(gpu_model_runner, name) for name in names}
+    with engine(tiny, speculative("mtp_ngram", draft, verify_strategy="topp")) as e:
+        found = parts(e)
+        assert {name: getattr(gpu_model_runner, name) for name in names} == before
+    assert found["config"] is SpecPlusSpeculativeConfig
+    assert found["worker"] is SpecPlusCPUWorker
+    assert issubclass(found["drafter"], EagleProposer)
+    assert found["drafter"] is not EagleProposer
+    assert issubclass(found["rejection_sampler"], RejectionSampler)
+    with engine(tiny, {"method": "mtp", "num_speculative_tokens": 2}) as e:
+        assert parts(e) == STOCK
+
+
+def test_without_a_strategy_the_verifier_is_stock(tiny: Path, draft: Path) -> None:
+    with engine(tiny, speculative("mtp_ngram", draft)) as e:
+        found = parts(e)
+    assert found["rejection_sampler"] is RejectionSampler
+    assert found["sampler"] is Sampler
+
+
+def test_no_speculation_at_all(tiny: Path) -> None:
+    with engine(tiny) as e:
+        assert e.runner.speculative_config is None
+        assert type(e.runner.sampler) is Sampler

@@ -1,0 +1,87 @@
+"""Properties of `resolve` and `parse_json` on random configs."""
+
+import contextlib
+import copy
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_specplus.aliases import ALIASES
+from vllm_specplus.config import Resolved, SpecPlusConfigError, parse_json, resolve
+from vllm_specplus.config_keys import PLUGIN_NAMES
+from vllm_specplus.stock_keys import stock_keys
+
+KEYS = st.sampled_from([*PLUGIN_NAMES, *ALIASES, *stock_keys().keys, "num-model-steps"])
+WORDS = st.sampled_from(
+    ["mtp", "ngram", "suffix", "naive", "deepseek_mtp", "with_ngram", "topp", "normal", "wint4"]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 130) | st.floats() | st.text(max_size=8) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+CONFIGS = st.dictionaries(KEYS | st.text(max_size=12), JSON, max_size=6)
+PLAUSIBLE = st.fixed_dictionaries(
+    {
+        "method": st.sampled_from(["mtp", "eagle", "ngram", "suffix", "naive", "deepseek_mtp"]),
+        "num_speculative_tokens": st.integers(1, 6),
+    },
+    optional={
+        "model": st.just("org/m"),
+        "num_model_steps": st.integers(1, 6),
+        "mtp_strategy": st.sampled_from(["default", "with_ngram", "with_suffix"]),
+        "max_ngram_size": st.integers(1, 8),
+        "prompt_lookup_min": st.integers(1, 8),
+        "match_override_len": st.integers(0, 8),
+        "suffix_decoding_max_cached_requests": st.integers(-1, 3),
+        "verify_strategy": st.sampled_from(["topp", "greedy", "target_match"]),
+        "verify_window": st.integers(0, 3),
+        "max_candidate_len": st.none() | st.integers(1, 5),
+        "accept_policy": st.sampled_from(["normal", "accept_all", "reject_all"]),
+    },
+)
+
+
+def attempt(config: dict[str, Any], strict: bool = False) -> Resolved | None:
+    try:
+        return resolve(config, strict=strict)
+    except SpecPlusConfigError:
+        return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(CONFIGS, st.booleans())
+def test_nothing_else_is_raised_and_nothing_is_changed(
+    config: dict[str, Any], strict: bool
+) -> None:
+    before = copy.deepcopy(config)
+    resolved = attempt(config, strict)
+    assert repr(config) == repr(before)
+    if resolved is not None:
+        resolved.as_json()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=20) | CONFIGS.map(repr))
+def test_any_text_parses_or_is_refused(text: str) -> None:
+    with contextlib.suppress(SpecPlusConfigError):
+        assert isinstance(parse_json(text), dict)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PLAUSIBLE)
+def test_resolving_the_resolved_config_changes_nothing(config: dict[str, Any]) -> None:
+    resolved = attempt(config)
+    if resolved is None:
+        return
+    assert not set(resolved.vllm) & set(PLUGIN_NAMES)
+    if resolved.options is None:
+        again = resolve(resolved.vllm)
+        assert (again.options, again.vllm) == (None, resolved.vllm)
+        return
+    active = resolved.options.model_dump(exclude_defaults=True)
+    if resolved.options.method == "ngram" or resolved.options.mtp_strategy == "with_ngram":
+        active |= resolved.options.model_dump(include={"max_ngram_size", "min_ngram_size"})
+    again = resolve({**resolved.vllm, **active, "method": resolved.vllm["method"]})
+    assert again.options == resolved.options

@@ -1,0 +1,200 @@
+"""Random and adversarial arguments for verification, off the thresholds where rounding decides.
+
+The specification sums masses in float64, a backend may in float32. Where a mass lies within
+rounding of top_p (or a probability of min_p), either answer is right, so `settle` moves the
+parameter away from every threshold of the request's rows by the margins below: float32 sums of
+1,100 weights were never seen to be off by more than 3e-7 of the row's mass. Thresholds that are hit
+exactly stay where float32 sums are exact too: weights of 0 and 1 alone and a top_p in eighths.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_specplus.verify.checks import make_inputs
+from vllm_specplus.verify.reference import read_row
+from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
+
+TOP_P_MARGIN = 2e-6
+MIN_P_MARGIN = 1e-4
+
+ROW_KINDS = (
+    "normal",
+    "narrow",
+    "wide",
+    "extreme",
+    "tied",
+    "flat",
+    "peaked",
+    "masked",
+    "one_left",
+    "nan",
+    "partly_nan",
+    "all_masked",
+    "infinite",
+)
+DRAFT_KINDS = ("first", "first", "second", "third", "random", "none", "outside", "masked")
+SAMPLED_SHARE = 0.6  # of the drafts of `target_match`, which else would rarely be accepted
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The outline of a case; `seed` fills in the numbers."""
+
+    counts: list[int]
+    vocab_size: int
+    dtype: torch.dtype
+    strategy: str
+    policy: str
+    window: int
+    max_candidate_len: int | None
+    kinds: list[str]
+    filters: set[str]
+    seed: int
+
+
+def pick(values: list[float], size: int, g: torch.Generator) -> torch.Tensor:
+    return torch.tensor(values)[torch.randint(len(values), (size,), generator=g)]
+
+
+def make_row(kind: str, vocab_size: int, g: torch.Generator) -> torch.Tensor:
+    row = torch.randn(vocab_size, generator=g)
+    scales = {"narrow": 0.3, "wide": 30.0, "extreme": 1e4}
+    some = torch.rand(vocab_size, generator=g)
+    if kind in scales:
+        return row * scales[kind]
+    if kind == "tied":
+        return (row * 1.5).round()
+    if kind == "flat":
+        return torch.zeros(vocab_size)
+    if kind == "peaked":
+        row[some.argmax()] += 40
+    if kind == "masked":
+        row[some < 0.9] = -math.inf
+    if kind == "one_left":
+        row[some < some.max()] = -math.inf
+    if kind == "nan":
+        return row * math.nan
+    if kind == "partly_nan":
+        row[some < 0.3] = math.nan
+    if kind == "all_masked":
+        return torch.full((vocab_size,), -math.inf)
+    if kind == "infinite":
+        row[some < 0.1] = math.inf
+    return row * 3
+
+
+def make_draft(kind: str, row: torch.Tensor, g: torch.Generator) -> int:
+    vocab_size = row.shape[0]
+    values = torch.where(row.isnan(), -math.inf, row)
+    order = values.sort(descending=True, stable=True).indices.tolist()
+    at = int(torch.randint(vocab_size, (1,), generator=g))
+    return {
+        "first": order[0],
+        "second": order[1],
+        "third": order[2],
+        "random": at,
+        "none": -1,
+        "outside": vocab_size + at,
+        "masked": order[-1],
+    }[kind]
+
+
+def make_case(shape: Shape) -> VerifyInputs:
+    g = torch.Generator().manual_seed(shape.seed)
+    num_reqs, num_rows = len(shape.counts), sum(shape.counts)
+
+    def choose(names: tuple[str, ...] | list[str]) -> str:
+        return names[int(torch.randint(len(names), (1,), generator=g))]
+
+    rows = [make_row(choose(shape.kinds), shape.vocab_size, g) for _ in range(num_rows)]
+    drafts = [make_draft(choose(DRAFT_KINDS), row, g) for row in rows]
+    logits = torch.stack(rows) if rows else torch.zeros(0, shape.vocab_size)
+    top_p = pick([0.0, 1e-9, 0.125, 0.3, 0.5, 0.75, 0.9, 0.99, 1.0], num_reqs, g)
+    top_k = pick([-1, 0, 1, 2, 5, 50, 2000], num_reqs, g).to(torch.int32)
+    min_p = pick([0.0, 0.0, 1e-6, 0.05, 0.3, 1.0], num_reqs, g)
+    inputs = make_inputs(
+        logits=logits.to(shape.dtype),
+        cu_num_rows=torch.tensor([0, *shape.counts]).cumsum(0).to(torch.int32),
+        draft_token_ids=torch.tensor(drafts, dtype=torch.int64),
+        temperature=pick([0.0, 0.01, 0.7, 1.0, 1.0, 2.5], num_reqs, g),
+        top_p=top_p if "top_p" in shape.filters else None,
+        top_k=top_k if "top_k" in shape.filters else None,
+        min_p=min_p if "min_p" in shape.filters else None,
+        seeds=torch.randint(-(2**62), 2**62, (num_reqs,), generator=g),
+        positions=torch.randint(0, 2**18, (num_rows,), generator=g),
+        strategy=shape.strategy,
+        policy=shape.policy,
+        verify_window=shape.window if shape.strategy == "topp" else 0,
+        max_candidate_len=shape.max_candidate_len if shape.strategy == "topp" else None,
+        max_rows=None,
+    )
+    inputs = settle(inputs)
+    return draft_samples(inputs, g) if shape.strategy == "target_match" else inputs
+
+
+def draft_samples(inputs: VerifyInputs, g: torch.Generator) -> VerifyInputs:
+    """Put the token that a row emits on most rows as its draft."""
+    drafts = inputs.draft_token_ids.clone()
+    for r in range(inputs.num_reqs):
+        for i in range(*inputs.cu_num_rows[r : r + 2].tolist()):
+            if torch.rand(1, generator=g) < SAMPLED_SHARE:
+                drafts[i] = read_row(inputs, r, i, is_bonus=False).emits
+    return replace(inputs, draft_token_ids=drafts)
+
+
+def settle(inputs: VerifyInputs) -> VerifyInputs:
+    """Move top_p and min_p of each request away from the thresholds of its rows."""
+    top_p, min_p = inputs.top_p, inputs.min_p
+    for r in range(inputs.num_reqs):
+        z = request_z(inputs, r)
+        if not z.numel():
+            continue
+        weight = (z - z.amax(dim=1, keepdim=True)).nan_to_num(nan=0.0).exp()
+        weight[z == -math.inf] = 0
+        if min_p is not None:
+            min_p = settle_min_p(min_p.clone(), r, weight)
+            weight[weight < min_p[r]] = 0
+        weight = weight.sort(dim=1, descending=True).values
+        if inputs.top_k is not None and inputs.top_k[r] > 0:
+            weight[:, int(inputs.top_k[r]) :] = 0
+        if top_p is not None:
+            top_p = settle_top_p(top_p.clone(), r, weight)
+    return replace(inputs, top_p=top_p, min_p=min_p)
+
+
+def request_z(inputs: VerifyInputs, r: int) -> torch.Tensor:
+    start, end = inputs.cu_num_rows[r : r + 2].tolist()
+    z = inputs.logits[start:end].float()
+    z = torch.where(z.isnan(), -math.inf, z)
+    t = inputs.temperature[r]
+    return (z if t == 0 else z / t).double()
+
+
+def settle_min_p(min_p: torch.Tensor, r: int, weight: torch.Tensor) -> torch.Tensor:
+    while ((weight < 1) & ((weight / min_p[r].double()).log().abs() < MIN_P_MARGIN)).any():
+        min_p[r] *= 1 - 3 * MIN_P_MARGIN
+    return min_p
+
+
+def settle_top_p(top_p: torch.Tensor, r: int, weight: torch.Tensor) -> torch.Tensor:
+    """`weight`: float64, in falling order, 0 for what min-p and top-k drop."""
+    whole = ((weight == 0) | (weight == 1)).all()
+    total = weight.sum(dim=1, keepdim=True).clamp(min=1e-300)
+    # The first token of a row is kept whatever top_p says.
+    above = ((weight.cumsum(dim=1) - weight) / total)[:, 1:]
+    tokens = weight[:, 1:] > 0
+    while 0 < top_p[r] < 1:
+        exact = whole and (top_p[r] * 8) % 1 == 0
+        if exact or not (tokens & ((above - top_p[r]).abs() < TOP_P_MARGIN)).any():
+            break
+        top_p[r] *= 0.999
+    return top_p
+
+
+def assert_same(actual: VerifyOutput, expected: VerifyOutput) -> None:
+    assert actual.num_tokens.dtype == torch.int32
+    assert actual.token_ids.dtype == torch.int64
+    assert actual.num_tokens.tolist() == expected.num_tokens.tolist()
+    assert actual.token_ids.tolist() == expected.token_ids.tolist()

@@ -1,0 +1,195 @@
+"""What the strategies emit, as distributions, and as text.
+
+Each statistical test also runs with a known bug put back and asserts that the statistic then
+fails, so that it is seen to have the power to find that bug. Seeds are fixed: nothing is left to
+chance from run to run.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_specplus.verify import VerifyOutput, torch_backend, verify_draft_tokens
+
+NUM_SEEDS = 20_000
+VOCAB = 12
+TOP_P = 0.9
+LIMIT = 1e-3  # least p-value that passes
+
+_G = torch.Generator().manual_seed(5)
+LOGITS = torch.randn(3, VOCAB, generator=_G) * 1.5
+TEMPERATURE = 1.3
+
+
+def target(row: int, size: int | None = None) -> np.ndarray:
+    """The truncated distribution of one row: top-p at the temperature, then the first `size`."""
+    p = (LOGITS[row].double() / TEMPERATURE).softmax(dim=0)
+    falling = p.sort(descending=True)
+    dropped = (falling.values.cumsum(dim=0) - falling.values) >= TOP_P
+    if size is not None:
+        dropped[size:] = True
+    p[falling.indices[dropped]] = 0
+    return (p / p.sum()).numpy()
+
+
+def verify(drafts: list[int], **options: object) -> VerifyOutput:
+    """The same request of two drafts with many seeds."""
+    n = NUM_SEEDS
+    return verify_draft_tokens(
+        LOGITS.repeat(n, 1),
+        torch.arange(n + 1) * 3,
+        torch.tensor([*drafts, -1]).repeat(n),
+        torch.full((n,), TEMPERATURE),
+        top_p=torch.full((n,), TOP_P),
+        seeds=torch.arange(n),
+        positions=torch.tensor([40, 41, 42]).repeat(n),
+        **options,
+    )
+
+
+def chi_squared(tokens: torch.Tensor, p: np.ndarray) -> tuple[float, float]:
+    """Statistic and p-value; a token of probability 0 makes them infinite and 0."""
+    counts = np.bincount(tokens.numpy(), minlength=VOCAB)
+    if counts[p == 0].sum():
+        return float("inf"), 0.0
+    result = scipy.stats.chisquare(counts[p > 0], p[p > 0] * counts.sum())
+    return result.statistic, result.pvalue
+
+
+def likeliest(row: int) -> int:
+    return int(LOGITS[row].argmax())
+
+
+def first_tokens() -> torch.Tensor:
+    return verify([likeliest(0), likeliest(1)], strategy="target_match").token_ids[:, 0]
+
+
+def second_tokens() -> torch.Tensor:
+    """Second tokens of the sequences whose first draft was accepted."""
+    out = verify([likeliest(0), likeliest(1)], strategy="target_match")
+    return out.token_ids[out.num_tokens > 1, 1]
+
+
+def test_target_match_keeps_the_distribution() -> None:
+    # 8 and 7 tokens are in the nuclei; statistics seen: FIRST and SECOND.
+    for row, tokens in ((0, first_tokens()), (1, second_tokens())):
+        assert len(tokens) > 3000
+        statistic, p_value = chi_squared(tokens, target(row))
+        print(f"row {row}: {statistic:.1f}, p = {p_value:.3f}")
+        assert p_value > LIMIT
+
+
+def test_power_against_a_fresh_draw_after_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the row that rejects draws again instead of emitting the token it compared.
+
+    The draft then gets p + (1 - p) p instead of p.
+    """
+    scan = torch_backend._scan
+
+    def draw_again(inputs, layout, drafts, accepted, emitted):
+        later = replace(inputs, positions=inputs.positions + 1000)
+        return scan(later, layout, drafts, accepted, None)
+
+    monkeypatch.setattr(torch_backend, "_scan", draw_again)
+    statistic, p_value = chi_squared(first_tokens(), target(0))
+    print(f"{statistic:.1f}, p = {p_value:.3g}")
+    assert p_value < LIMIT / 1000
+
+
+def test_power_against_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: every row uses the noise of the same position.
+
+    The first tokens cannot show it; the second ones, given the first, do.
+    """
+    noise = torch_backend.gumbel_noise
+    monkeypatch.setattr(
+        torch_backend, "gumbel_noise", lambda seeds, p, size: noise(seeds, p * 0, size)
+    )
+    assert chi_squared(first_tokens(), target(0))[1] > LIMIT
+    statistic, p_value = chi_squared(second_tokens(), target(1))
+    print(f"{statistic:.1f}, p = {p_value:.3g}")
+    assert p_value < LIMIT / 1000
+
+
+def test_topp_emits_the_renormalised_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = int(LOGITS[0].argmin())
+
+    def tokens() -> torch.Tensor:
+        out = verify([least, 0], strategy="topp", max_candidate_len=4)
+        assert (out.num_tokens == 1).all()
+        return out.token_ids[:, 0]
+
+    statistic, p_value = chi_squared(tokens(), target(0, size=4))
+    print(f"{statistic:.1f}, p = {p_value:.3f}")
+    assert p_value > LIMIT
+    # Bug: what falls outside the candidates goes to the likeliest token.
+    sample = torch_backend._sample
+
+    def to_the_first(nucleus, noise):
+        drawn = (nucleus.z + noise).argmax(dim=1)
+        return torch.where(drawn == sample(nucleus, noise), drawn, nucleus.z.argmax(dim=1))
+
+    monkeypatch.setattr(torch_backend, "_sample", to_the_first)
+    statistic, p_value = chi_squared(tokens(), target(0, size=4))
+    print(f"with the bug: {statistic:.1f}, p = {p_value:.3g}")
+    assert p_value < LIMIT / 1000
+
+
+def test_topp_is_lossy_as_documented() -> None:
+    """A draft among the candidates is accepted always, not with its probability."""
+    draft = int(LOGITS[0].argsort(descending=True)[2])
+    first = verify([draft, 0], strategy="topp").token_ids[:, 0]
+    assert 0 < target(0)[draft] < 0.3
+    assert (first == draft).all()
+
+
+def decode(
+    table: torch.Tensor, plan: Iterable[tuple[list[int], str]], strategy: str, seed: int
+) -> list[int]:
+    """Text of a toy model, whose next logits are a function of position and last token."""
+    text = [0]
+    for drafts, policy in plan:
+        fed = [text[-1], *drafts]
+        positions = torch.arange(len(text) - 1, len(text) - 1 + len(fed))
+        out = verify_draft_tokens(
+            torch.stack([table[p % len(table), token] for p, token in zip(positions, fed)]),
+            torch.tensor([0, len(fed)]),
+            torch.tensor([*drafts, -1]),
+            torch.tensor([0.9]),
+            top_p=torch.tensor([0.95]),
+            seeds=torch.tensor([seed]),
+            positions=positions,
+            strategy=strategy,
+            policy=policy,
+        )
+        text += out.token_ids[0, : int(out.num_tokens)].tolist()
+    return text
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    drafts=st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=10),
+    policies=st.lists(st.sampled_from(["normal", "reject_all"]), min_size=10, max_size=10),
+    strategy=st.sampled_from(["target_match", "greedy"]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+)
+def test_text_does_not_depend_on_drafts(
+    drafts: list[list[int]], policies: list[str], strategy: str, seed: int
+) -> None:
+    table = torch.randn(7, 5, 5, generator=torch.Generator().manual_seed(seed % 1000)) * 1.5
+    text = decode(table, zip(drafts, policies), strategy, seed)
+    alone = decode(table, [([], "normal")] * (len(text) - 1), strategy, seed)
+    assert text == alone
+
+
+def test_right_drafts_are_all_accepted() -> None:
+    table = torch.randn(7, 5, 5, generator=torch.Generator().manual_seed(2)) * 1.5
+    alone = decode(table, [([], "normal")] * 12, "target_match", seed=9)
+    plan = [(alone[1:5], "normal"), (alone[6:12], "normal")]
+    assert decode(table, plan, "target_match", seed=9) == alone

@@ -1,0 +1,117 @@
+"""The torch backend returns exactly what the specification says."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from vllm_specplus.verify import (
+    POLICIES,
+    STRATEGIES,
+    reference,
+    torch_backend,
+    verify_draft_tokens,
+)
+from vllm_specplus.verify.noise import gumbel_noise
+
+from .cases import ROW_KINDS, Shape, assert_same, make_case
+
+
+def at_most_32_rows(counts: list[int]) -> list[int]:
+    return [n for i, n in enumerate(counts) if sum(counts[: i + 1]) <= 32]
+
+
+shapes = st.builds(
+    Shape,
+    counts=st.lists(st.sampled_from([1, 0, 2, 3, 4, 5, 6, 9, 17]), max_size=8).map(at_most_32_rows),
+    vocab_size=st.sampled_from([5, 8, 16, 63, 64, 128, 320, 500, 1100]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    strategy=st.sampled_from(STRATEGIES),
+    policy=st.sampled_from(["normal", "normal", "normal", *POLICIES]),
+    window=st.integers(0, 3),
+    max_candidate_len=st.sampled_from([None, 1, 2, 5]),
+    kinds=st.lists(st.sampled_from(ROW_KINDS), min_size=1, max_size=4, unique=True),
+    filters=st.sets(st.sampled_from(["top_p", "top_k", "min_p"])),
+    seed=st.integers(0, 2**40),
+)
+
+
+@settings(max_examples=1200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(shapes)
+def test_equals_reference(shape: Shape) -> None:
+    inputs = make_case(shape)
+    expected = reference.verify(inputs)
+    longest = int(expected.num_tokens.max()) if inputs.num_reqs else 0
+    event(f"{shape.strategy}, {shape.policy}, at most {min(longest, 3)} tokens")
+    assert_same(torch_backend.verify(inputs), expected)
+    valid = expected.token_ids[expected.token_ids != -1]
+    assert ((valid >= 0) & (valid < shape.vocab_size)).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_chunks_do_not_show(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(
+        counts=[5, 1, 3, 7, 0, 2],
+        vocab_size=100,
+        dtype=torch.float32,
+        strategy=strategy,
+        policy="normal",
+        window=1,
+        max_candidate_len=None,
+        kinds=["normal", "tied"],
+        filters={"top_p", "top_k", "min_p"},
+        seed=3,
+    )
+    inputs = make_case(shape)
+    whole = torch_backend.verify(inputs)
+    for elements in (1, 250, 1000):
+        monkeypatch.setattr(torch_backend, "_CHUNK_ELEMENTS", elements)
+        assert_same(torch_backend.verify(inputs), whole)
+
+
+def test_flat_row_of_a_large_vocabulary() -> None:
+    """The nucleus is found after several rounds: it is 1 % of equal tokens, the lowest ids."""
+    vocab_size, num_reqs = 1 << 15, 20
+    out = verify_draft_tokens(
+        torch.zeros(num_reqs, vocab_size),
+        torch.arange(num_reqs + 1),
+        torch.full((num_reqs,), -1),
+        torch.ones(num_reqs),
+        top_p=torch.full((num_reqs,), 1 / 128),
+        seeds=torch.arange(num_reqs),
+        positions=torch.zeros(num_reqs, dtype=torch.int64),
+        strategy="target_match",
+    )
+    noise = gumbel_noise(torch.arange(num_reqs), torch.zeros(num_reqs).long(), vocab_size)
+    expected = noise[:, : vocab_size // 128].argmax(dim=1)
+    assert out.token_ids[:, 0].tolist() == expected.tolist()
+
+
+def test_masses_near_the_threshold_stay_near_it() -> None:
+    """Guarantee where rounding decides: whatever is emitted or accepted is a candidate by some
+    top_p within 1e-6 of the one asked for."""
+    vocab_size, num_rows = 1000, 64
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(num_rows, vocab_size, generator=g)
+    mass = logits.double().softmax(dim=1).sort(descending=True, stable=True)
+    rank = torch.randint(1, 400, (num_rows, 1), generator=g)
+    # top_p is the mass above the token of this rank, rounded: the token may be in or out.
+    above = mass.values.cumsum(dim=1).gather(1, rank - 1)[:, 0]
+    draft = mass.indices.gather(1, rank)[:, 0]
+    before, after = mass.indices.gather(1, rank - 1)[:, 0], mass.indices.gather(1, rank + 1)[:, 0]
+
+    def accepted(tokens: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+        out = verify_draft_tokens(
+            logits.repeat_interleave(2, dim=0),
+            torch.arange(num_rows + 1) * 2,
+            torch.stack([tokens, torch.full_like(tokens, -1)], dim=1).flatten(),
+            torch.ones(num_rows),
+            top_p=top_p,
+            strategy="topp",
+        )
+        return out.num_tokens == 2
+
+    assert accepted(before, above.float()).all()
+    assert not accepted(after, above.float()).any()
+    assert accepted(draft, above.float() + 1e-6).all()
+    assert not accepted(draft, above.float() - 1e-6).any()

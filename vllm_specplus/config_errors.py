@@ -1,0 +1,98 @@
+"""What a user reads when a speculative config is refused: one class, one form of words."""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+_MAX_SHOWN = 80
+_JSON_TYPES = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+class SpecPlusConfigError(ValueError):
+    """A speculative config that is refused; the text names the key, the value, what is allowed."""
+
+
+def show(value: Any) -> str:
+    """A config value as the user wrote it in JSON, cut to a readable length."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def stated(key: str, value: Any) -> str:
+    """``key=value`` on one line, whatever characters the key is made of."""
+    return f"{key if key.isidentifier() else show(key)}={show(value)}"
+
+
+def error(text: str) -> SpecPlusConfigError:
+    """A `SpecPlusConfigError` that says which option of the engine it is about."""
+    return SpecPlusConfigError(f"speculative_config: {text}")
+
+
+def refusal(what: str, allowed: str) -> SpecPlusConfigError:
+    """The error for a known key: `what` is `stated(...)`, `allowed` is the rule it breaks."""
+    return error(f"{what} is not allowed: {allowed}")
+
+
+def choices(names: Iterable[Any]) -> str:
+    """The allowed values, in the order given."""
+    return ", ".join(show(name) for name in names)
+
+
+def nearest(name: Any, known: Iterable[str], cutoff: float = 0.75) -> str | None:
+    """The known name that `name` most likely misspells, or None."""
+    if not isinstance(name, str):
+        return None
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def describe(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema allows, in words; the bounds come from the model, never restated."""
+    branches = schema.get("anyOf")
+    if branches:
+        return " or ".join(describe(branch) for branch in branches)
+    if "enum" in schema:
+        return f"one of {choices(schema['enum'])}"
+    if "const" in schema:
+        return show(schema["const"])
+    kind = _JSON_TYPES.get(schema.get("type", ""), "another value")
+    bounds = [f"{sign} {schema[name]}" for name, sign in _BOUNDS.items() if name in schema]
+    return " ".join([kind, " and ".join(bounds)]) if bounds else kind
+
+
+def schema_refusal(what: str, value: Any, schema: Mapping[str, Any]) -> SpecPlusConfigError:
+    """The refusal of a value outside what its field's JSON schema allows."""
+    names = [
+        name
+        for branch in (schema, *schema.get("anyOf", ()))
+        for name in branch.get("enum", ())
+        if isinstance(name, str)
+    ]
+    meant = nearest(value, names, cutoff=0.6)
+    hint = f"; did you mean {show(meant)}?" if meant else ""
+    return refusal(what, f"expected {describe(schema)}{hint}")
+
+
+def combine(errors: list[SpecPlusConfigError]) -> SpecPlusConfigError:
+    """Several refusals as one error, one line each."""
+    return SpecPlusConfigError("\n".join(str(one) for one in errors))
+
+
+def failed_keys(problem: ValidationError) -> list[str]:
+    """The top-level keys that pydantic refused, each once, in its order."""
+    return list(dict.fromkeys(str(item["loc"][0]) for item in problem.errors() if item["loc"]))

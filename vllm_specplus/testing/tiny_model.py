@@ -1,0 +1,198 @@
+"""Tiny checkpoints in the Hugging Face layout, for a machine with no GPU and no network.
+
+``python -m vllm_specplus.testing.tiny_model OUT --kind random|trained|draft [--seed N]``
+
+========  ============================================================================================
+kind      what OUT holds afterwards
+========  ============================================================================================
+random    a MiMo model with an MTP head, random weights, made in about a second
+trained   a MiMo model with an MTP head, trained on the standard library's sources and cached
+draft     a smaller, random Qwen2 model without a head, for ``method: draft_model``
+========  ============================================================================================
+
+All share one byte-level vocabulary of 320. The draft is a Qwen2 model because vLLM turns a draft checkpoint whose
+architecture has an MTP head into that head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from vllm_specplus.testing.tiny_net import MAX_POSITIONS, ModelShape, TinyNet
+from vllm_specplus.testing.tiny_tokenizer import END_OF_TEXT, SPECIAL_TOKENS, write_tokenizer
+from vllm_specplus.testing.tiny_train import TrainSettings, train
+
+RANDOM_SHAPE = ModelShape(2, 64, 2, 2, 128)
+DRAFT_SHAPE = ModelShape(1, 32, 1, 1, 64, num_mtp_layers=0)
+
+# Part of the cache key: raise it when code changes the trained weights without changing a setting.
+_REVISION = 1
+
+
+def make_random(out: str | Path, seed: int = 0) -> Path:
+    """Write a random MiMo model with its MTP head to folder ``out`` and return that folder.
+
+    The same seed gives the same bytes. Raises OSError if ``out`` cannot be written.
+    """
+    return _install(out, lambda folder: _write_random(folder, RANDOM_SHAPE, seed))
+
+
+def make_draft_model(out: str | Path, seed: int = 1) -> Path:
+    """Write a random Qwen2 model of the same vocabulary to folder ``out`` and return that folder.
+
+    Raises OSError if ``out`` cannot be written.
+    """
+    return _install(out, lambda folder: _write_random(folder, DRAFT_SHAPE, seed))
+
+
+def make_trained(out: str | Path, settings: TrainSettings | None = None) -> Path:
+    """Write the trained MiMo model to folder ``out`` and return that folder.
+
+    The first call trains (see :class:`TrainSettings`); later ones copy from the cache. Raises OSError if ``out`` or
+    the cache cannot be written, RuntimeError if the standard library's sources are not installed.
+    """
+    cached = cached_trained(settings or TrainSettings())
+    return _install(out, lambda folder: shutil.copytree(cached, folder, dirs_exist_ok=True))
+
+
+def cache_folder(settings: TrainSettings) -> Path:
+    """Return where the model of ``settings`` is cached: under ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    The Python minor version counts because its library is the training text.
+    """
+    key = json.dumps([_REVISION, sys.version_info[:2], asdict(settings)], sort_keys=True)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return Path(base) / "vllm-specplus" / f"tiny-model-{digest}"
+
+
+def cached_trained(settings: TrainSettings) -> Path:
+    """Return the cache folder of ``settings``, training the model first if it is not there."""
+    final = cache_folder(settings)
+    if final.is_dir():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}.") as scratch:
+        built = Path(scratch) / "model"
+        built.mkdir()
+        net, report = train(settings)
+        _write_checkpoint(built, net)
+        record = {"report": asdict(report), "settings": asdict(settings)}
+        (built / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+        try:
+            built.rename(final)
+        except OSError:
+            # A parallel run that finished first has the same model in place; anything else is an error.
+            if not final.is_dir():
+                raise
+    return final
+
+
+def _install(out: str | Path, write: Callable[[Path], object]) -> Path:
+    """Let ``write`` fill a scratch folder, then move its files into ``out`` one by one.
+
+    Each file appears whole or not at all, and writers of the same model do not disturb each other.
+    """
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
+        write(Path(scratch))
+        for path in sorted(Path(scratch).iterdir()):
+            os.replace(path, folder / path.name)
+    return folder
+
+
+def _write_random(folder: Path, shape: ModelShape, seed: int) -> None:
+    net = TinyNet(shape)
+    randomise(net, seed)
+    _write_checkpoint(folder, net)
+
+
+def _write_checkpoint(folder: Path, net: TinyNet) -> None:
+    weights = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = net.shape.hf_config(eos_token_id=END_OF_TEXT)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    stops = {"eos_token_id": [END_OF_TEXT, SPECIAL_TOKENS["<|im_end|>"]]}
+    (folder / "generation_config.json").write_text(json.dumps(stops, indent=2) + "\n")
+    write_tokenizer(folder, MAX_POSITIONS)
+
+
+def randomise(net: TinyNet, seed: int) -> None:
+    """Give ``net`` random weights whose greedy output is varied printable text.
+
+    Plain random weights repeat one token and never accept a draft. Here attention is sharp, so that the output
+    depends on the whole context; only printable bytes have logits other than 0; and the MTP head passes on the
+    embedding of the newest token, so that some of its drafts are right.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in sorted(net.named_parameters()):
+        if name.endswith("bias"):
+            nn.init.zeros_(weight)
+        elif weight.ndim == 2:
+            gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+            std = gain * weight.shape[1] ** -0.5 if "embed_tokens" not in name else 1.0
+            nn.init.normal_(weight, std=std, generator=generator)
+    with torch.no_grad():
+        printable = torch.zeros(net.shape.vocab_size, 1)
+        printable[[10, *range(32, 127)]] = 1.0
+        net.lm_head.weight.mul_(printable)
+        if net.shape.num_mtp_layers:
+            projection = net.model.mtp_layers[0].input_proj.weight
+            projection[:, net.shape.width :] = torch.eye(net.shape.width)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_specplus.testing.tiny_model", description="Make a tiny checkpoint."
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; made if missing")
+    parser.add_argument("--kind", choices=("random", "trained", "draft"), default="random")
+    parser.add_argument("--seed", type=int, help="seed of the weights (default: the kind's own)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return 0, or 1 with a message on stderr if nothing could be made."""
+    args = _parser().parse_args(argv)
+    seed = {} if args.seed is None else {"seed": args.seed}
+    try:
+        if args.kind == "random":
+            print(f"random MiMo model with an MTP head: {make_random(args.out, **seed)}")
+        elif args.kind == "draft":
+            print(f"random Qwen2 draft model: {make_draft_model(args.out, **seed)}")
+        else:
+            _main_trained(args.out, replace(TrainSettings(), **seed))
+    except (OSError, RuntimeError) as error:
+        print(f"error: cannot make the {args.kind} model in {args.out}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _main_trained(out: Path, settings: TrainSettings) -> None:
+    source = "from the cache" if cache_folder(settings).is_dir() else "newly trained"
+    folder = make_trained(out, settings)
+    report = json.loads((folder / "training.json").read_text())["report"]
+    print(f"trained MiMo model with an MTP head, {source}: {folder}")
+    early = "" if report["steps"] == report["planned_steps"] else ", stopped by the time limit"
+    print(
+        f"{report['steps']} of {report['planned_steps']} steps in {report['wall_seconds']} s{early}; on unseen "
+        f"library files the first draft is the model's own choice at {report['held_out_agreement']:.1%} of positions"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

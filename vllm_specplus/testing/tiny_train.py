@@ -1,0 +1,270 @@
+"""Training of the tiny model on the CPU, within a fixed amount of processor time."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vllm_specplus.testing.tiny_corpus import Sampler, held_out_files, library_files, token_stream
+from vllm_specplus.testing.tiny_corpus import is_held_out
+from vllm_specplus.testing.tiny_net import ModelShape, TinyNet
+
+
+@dataclass(frozen=True)
+class Phase:
+    """``steps`` steps of ``rows`` sequences of ``length`` tokens."""
+
+    steps: int
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """All that decides the trained weights; the cache is keyed by a hash of it.
+
+    Later phases hold longer sequences, so that positions and copies beyond the first phase's length are seen; most
+    steps are short because attention makes long ones dearer. ``cpu_seconds`` caps the processor time of the whole
+    process (all threads, so two busy cores use two a second): other programs on the machine lengthen the wall clock
+    but do not cut the training. When the cap is nearer than the last step, the schedule follows the cap.
+    """
+
+    shape: ModelShape = ModelShape(3, 192, 6, 6, 384)
+    phases: tuple[Phase, ...] = (Phase(340, 16, 192), Phase(40, 6, 512), Phase(20, 4, 1024))
+    matrix_rate: float = 0.02
+    vector_rate: float = 3e-3
+    draft_weight: float = 0.5
+    repeat_share: float = 0.3
+    json_share: float = 0.05
+    cpu_seconds: float = 220.0
+    workers: int = 2
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What a training run did; agreement is measured on files it has not seen."""
+
+    steps: int
+    planned_steps: int
+    cpu_seconds: float
+    wall_seconds: float
+    parameters: int
+    loss_nats_per_byte: float
+    held_out_loss_nats_per_byte: float
+    held_out_agreement: float
+    held_out_agreement_long: float
+
+    @property
+    def stopped_early(self) -> bool:
+        return self.steps < self.planned_steps
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is replaced by the nearest orthogonal matrix (Jordan et al., 2024).
+
+    On a budget of a few hundred steps it gets further than AdamW. All parameters must be matrices ``[out, in]``;
+    those of one size are treated as one batch, since single products would be too small to be fast.
+    """
+
+    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            by_size: dict[torch.Size, list[nn.Parameter]] = {}
+            for weight in group["params"]:
+                by_size.setdefault(weight.shape, []).append(weight)
+            for size, weights in by_size.items():
+                gradient = torch.stack([weight.grad for weight in weights])
+                buffer = self.state[weights[0]].setdefault("momentum", torch.zeros_like(gradient))
+                buffer.lerp_(gradient, 1 - group["momentum"])
+                updates = orthogonalize(gradient.lerp_(buffer, group["momentum"]))
+                scale = -group["lr"] * max(1.0, size[0] / size[1]) ** 0.5
+                for weight, update in zip(weights, updates, strict=True):
+                    weight.add_(update, alpha=scale)
+
+
+def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """Push the singular values of ``matrices [n, rows, columns]`` towards 1 (Newton-Schulz)."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = 3.4445 * x + torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315) @ x
+    return x.mT if tall else x
+
+
+def initialise(net: TinyNet) -> None:
+    """Set the starting point: small matrices, zero biases, unit norms."""
+    for name, weight in net.named_parameters():
+        if weight.ndim == 2:
+            residual_out = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(weight, std=0.004 if residual_out else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(weight)
+
+
+def losses(net: TinyNet, tokens: Tensor, draft_weight: float) -> tuple[Tensor, Tensor]:
+    """Return the training loss and the target's cross entropy (nats a byte) on ``tokens [B, T]``.
+
+    The head learns the target's own distribution of the next-but-one token rather than the text: what counts is that
+    the target accepts its drafts.
+    """
+    hidden = net.hidden(tokens[:, :-1])
+    logits = net.target_logits(hidden)
+    target_loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    drafts = net.draft_logits(hidden[:, :-1], tokens[:, 1:-1])
+    teacher = logits[:, 1:].detach().softmax(dim=-1)
+    draft_loss = functional.cross_entropy(drafts.flatten(0, 1), teacher.flatten(0, 1))
+    return target_loss + draft_weight * draft_loss, target_loss.detach()
+
+
+def agreement(net: TinyNet, tokens: Tensor, skip: int = 0) -> tuple[float, float]:
+    """Return the head's agreement and the target's loss on ``tokens [B, T]``.
+
+    Agreement is the share of positions from ``skip`` on whose draft is the target's own argmax, which is the share
+    of first drafts that greedy verification accepts.
+    """
+    with torch.inference_mode():
+        hidden = net.hidden(tokens[:, :-1])
+        logits = net.target_logits(hidden)
+        drafts = net.draft_logits(hidden[:, :-1], tokens[:, 1:-1])
+        same = drafts.argmax(dim=-1) == logits[:, 1:].argmax(dim=-1)
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return same[:, skip:].float().mean().item(), loss.item()
+
+
+def _held_out_rows(rows: int, length: int) -> Tensor:
+    stream = token_stream(held_out_files())
+    starts = np.linspace(0, len(stream) - length, rows).astype(int)
+    return torch.from_numpy(np.stack([stream[i : i + length] for i in starts]).astype(np.int64))
+
+
+class _Workers:
+    """Computes gradients in threads of one core each, every thread on its share of the rows.
+
+    PyTorch's own threads meet at a barrier in each operation: with such small operations, and other programs on the
+    machine, they would spend most of their time there.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+
+    def backward(self, net: TinyNet, tokens: Tensor, draft_weight: float) -> float:
+        """Set every parameter's gradient; return the target's loss (nats a byte)."""
+        parameters = list(net.parameters())
+
+        def share(rows: Tensor) -> tuple[tuple[Tensor, ...], float]:
+            loss, target_loss = losses(net, rows, draft_weight)
+            weight = len(rows) / len(tokens)
+            return torch.autograd.grad(loss * weight, parameters), target_loss.item() * weight
+
+        results = list(self.pool.map(share, tokens.chunk(self.count)))
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.stack([grads[index] for grads, _ in results]).sum(dim=0)
+        return sum(target_loss for _, target_loss in results)
+
+
+def _rate(progress: float) -> float:
+    """Return the learning rate's factor at ``progress`` in [0, 1]: warm-up, plateau, decay."""
+    return min(1.0, progress / 0.03 + 0.05, math.sqrt(1.0 - progress) if progress > 0 else 1.0)
+
+
+def _optimizers(net: TinyNet, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+    tables = {"model.embed_tokens.weight", "lm_head.weight"}
+    named = list(net.named_parameters())
+    matrices = [p for name, p in named if p.ndim == 2 and name not in tables]
+    others = [p for name, p in named if p.ndim != 2 or name in tables]
+    return [
+        Muon(matrices, settings.matrix_rate),
+        torch.optim.Adam(others, settings.vector_rate, betas=(0.9, 0.95), fused=True),
+    ]
+
+
+def _progress_bar() -> Progress:
+    return Progress(
+        TextColumn("training the tiny model"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+
+
+def train(settings: TrainSettings) -> tuple[TinyNet, TrainReport]:
+    """Train a model from scratch; deterministic unless the processor-time cap is reached."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        net = TinyNet(settings.shape)
+        initialise(net)
+        return net, _fit(net, settings)
+
+
+def _fit(net: TinyNet, settings: TrainSettings) -> TrainReport:
+    stream = token_stream([path for path in library_files() if not is_held_out(path)])
+    sampler = Sampler(
+        stream,
+        repeat_share=settings.repeat_share,
+        json_share=settings.json_share,
+        seed=settings.seed,
+    )
+    optimizers = _optimizers(net, settings)
+    base_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    cpu_start, wall_start = time.process_time(), time.monotonic()
+    workers = _Workers(settings.workers)
+    step, smooth = 0, math.log(settings.shape.vocab_size)
+    with _progress_bar() as bar:
+        task = bar.add_task("", total=settings.steps, loss="")
+        while step < settings.steps:
+            cpu_share = (time.process_time() - cpu_start) / settings.cpu_seconds
+            if cpu_share >= 1:
+                break
+            progress = max(step / settings.steps, cpu_share)
+            for optimizer, rate in zip(optimizers, base_rates, strict=True):
+                optimizer.param_groups[0]["lr"] = rate * _rate(progress)
+            phase = _phase_at(settings, progress)
+            tokens = torch.from_numpy(sampler.batch(phase.rows, phase.length))
+            loss = workers.backward(net, tokens, settings.draft_weight)
+            for optimizer in optimizers:
+                optimizer.step()
+            step += 1
+            smooth += 0.05 * (loss - smooth)
+            bar.update(task, completed=step, loss=f"{smooth:.2f} nats/byte")
+    share, held_out_loss = agreement(net, _held_out_rows(24, 512), skip=32)
+    long_share, _ = agreement(net, _held_out_rows(8, 2048), skip=1024)
+    return TrainReport(
+        steps=step,
+        planned_steps=settings.steps,
+        cpu_seconds=round(time.process_time() - cpu_start, 1),
+        wall_seconds=round(time.monotonic() - wall_start, 1),
+        parameters=sum(p.numel() for p in net.parameters()),
+        loss_nats_per_byte=round(smooth, 3),
+        held_out_loss_nats_per_byte=round(held_out_loss, 3),
+        held_out_agreement=round(share, 4),
+        held_out_agreement_long=round(long_share, 4),
+    )
+
+
+def _phase_at(settings: TrainSettings, progress: float) -> Phase:
+    reached = progress * settings.steps
+    for phase in settings.phases:
+        reached -= phase.steps
+        if reached < 0:
+            return phase
+    return settings.phases[-1]

@@ -1,0 +1,185 @@
+"""Checks of the arguments of ``verify_draft_tokens``, and the defaults that need other arguments.
+
+Shapes, dtypes and devices are always checked. Values are checked on the CPU only: on an
+accelerator that would make the host wait for the device.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from vllm_specplus.verify.types import POLICIES, STRATEGIES, VerifyInputs
+
+_FLOAT_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.float64)
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of the allowed words."""
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"{name} is {value!r}; allowed: {choices}")
+
+
+def make_inputs(
+    logits: torch.Tensor,
+    cu_num_rows: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    strategy: str,
+    policy: str,
+    verify_window: int,
+    max_candidate_len: int | None,
+    max_rows: int | None,
+) -> VerifyInputs:
+    """Check everything that ``verify_draft_tokens`` was given and fill in what was not.
+
+    Raises:
+        TypeError: an argument is no tensor, no integer, or of a wrong dtype.
+        ValueError: a wrong shape, device, word or range.
+    """
+    check_choice("strategy", strategy, STRATEGIES)
+    check_choice("policy", policy, POLICIES)
+    _check_options(strategy, verify_window, max_candidate_len)
+    if seeds is not None and positions is None:
+        raise ValueError("positions is None; it is required with seeds, which it is used with")
+    given = {"cu_num_rows": cu_num_rows, "draft_token_ids": draft_token_ids}
+    optional = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    optional |= {"seeds": seeds, "positions": positions}
+    given |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    _check_tensors(logits, temperature, given)
+    if logits.device.type == "cpu":
+        _check_values(cu_num_rows, logits.shape[0], temperature, top_p, top_k, min_p)
+    cu = cu_num_rows.to(torch.int64)
+    return VerifyInputs(
+        logits=logits,
+        cu_num_rows=cu,
+        draft_token_ids=draft_token_ids.to(torch.int64),
+        temperature=temperature.to(torch.float32),
+        top_p=None if top_p is None else top_p.to(torch.float32),
+        top_k=None if top_k is None else top_k.to(torch.int64),
+        min_p=None if min_p is None else min_p.to(torch.float32),
+        seeds=_fresh_seeds(temperature) if seeds is None else seeds.to(torch.int64),
+        positions=_row_numbers(logits) if positions is None else positions.to(torch.int64),
+        strategy=strategy,
+        policy=policy,
+        verify_window=verify_window,
+        max_candidate_len=max_candidate_len,
+        max_rows=_width(cu, max_rows),
+    )
+
+
+def _check_tensors(
+    logits: torch.Tensor, temperature: torch.Tensor, others: Mapping[str, object]
+) -> None:
+    """Check dtypes, shapes and devices; logits and temperature set the sizes of the others."""
+    _check_tensor("logits", logits, _FLOAT_LOGITS, 2)
+    if logits.shape[1] == 0:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}; the vocabulary cannot be empty")
+    _check_tensor("temperature", temperature, _FLOATS, 1)
+    num_rows, num_reqs = logits.shape[0], temperature.shape[0]
+    sizes = {"cu_num_rows": num_reqs + 1, "draft_token_ids": num_rows, "positions": num_rows}
+    tensors = {"temperature": temperature}
+    for name, value in others.items():
+        dtypes = _FLOATS if name in ("top_p", "min_p") else _INTEGERS
+        tensors[name] = _check_tensor(name, value, dtypes, 1)
+    for name, tensor in tensors.items():
+        size = sizes.get(name, num_reqs)
+        if tensor.shape[0] != size:
+            raise ValueError(
+                f"{name} has {tensor.shape[0]} elements; allowed: {size}, as logits has "
+                f"{num_rows} rows and temperature {num_reqs} elements"
+            )
+        if tensor.device != logits.device:
+            raise ValueError(f"{name} is on {tensor.device}; allowed: {logits.device}, as logits")
+
+
+def _fresh_seeds(temperature: torch.Tensor) -> torch.Tensor:
+    shape = temperature.shape
+    return torch.randint(2**63 - 1, shape, dtype=torch.int64, device=temperature.device)
+
+
+def _row_numbers(logits: torch.Tensor) -> torch.Tensor:
+    return torch.arange(logits.shape[0], dtype=torch.int64, device=logits.device)
+
+
+def _width(cu: torch.Tensor, max_rows: int | None) -> int:
+    """Columns of the output; without `max_rows` the device is asked once."""
+    if max_rows is None:
+        return int((cu[1:] - cu[:-1]).max()) if cu.shape[0] > 1 else 0
+    _check_integer("max_rows", max_rows, 1)
+    if cu.device.type == "cpu" and cu.shape[0] > 1:
+        longest = int((cu[1:] - cu[:-1]).max())
+        if longest > max_rows:
+            raise ValueError(f"max_rows is {max_rows}; a request has {longest} rows")
+    return max_rows
+
+
+def _check_options(strategy: str, verify_window: int, max_candidate_len: int | None) -> None:
+    _check_integer("verify_window", verify_window, 0)
+    if max_candidate_len is not None:
+        _check_integer("max_candidate_len", max_candidate_len, 1)
+    if strategy != "topp":
+        for name, value, off in (
+            ("verify_window", verify_window, 0),
+            ("max_candidate_len", max_candidate_len, None),
+        ):
+            if value != off:
+                raise ValueError(
+                    f"{name} is {value!r} with strategy {strategy!r}; allowed there: {off!r} "
+                    "(it is an option of 'topp')"
+                )
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; allowed: an integer, at least {least}")
+    if value < least:
+        raise ValueError(f"{name} is {value}; allowed: an integer, at least {least}")
+
+
+def _check_tensor(
+    name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int
+) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is {type(value).__name__}; allowed: torch.Tensor")
+    if value.dtype not in dtypes:
+        allowed = ", ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{name} has dtype {value.dtype}; allowed: {allowed}")
+    if value.dim() != ndim:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; allowed: {ndim} dimensions")
+    return value
+
+
+def _check_values(
+    cu: torch.Tensor,
+    rows: int,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+) -> None:
+    if cu[0] != 0 or cu[-1] != rows or bool((cu[1:] < cu[:-1]).any()):
+        raise ValueError(
+            f"cu_num_rows is {cu.tolist()}; allowed: never falling, from 0 to {rows}, the rows "
+            "of logits"
+        )
+    _check_range("temperature", temperature, 0.0, float("inf"))
+    _check_range("top_p", top_p, 0.0, 1.0)
+    _check_range("top_k", top_k, -1, float("inf"))
+    _check_range("min_p", min_p, 0.0, 1.0)
+
+
+def _check_range(name: str, values: torch.Tensor | None, least: float, most: float) -> None:
+    if values is None:
+        return
+    # Written so that NaN is outside.
+    outside = values[~((values >= least) & (values <= most))]
+    if outside.numel():
+        raise ValueError(f"{name} holds {outside[0].item()}; allowed: {least} to {most}")

@@ -1,0 +1,100 @@
+"""Gumbel noise that depends on (seed, position, token id) alone.
+
+The hash and the two logarithms are those of vLLM's V2 runner
+(``vllm/v1/worker/gpu/sample/gumbel.py``, ``murmur3_hash32``, ``murmur3_uniform32`` and
+``gumbel_noised_argmax`` at float32), restated in torch operations, so that a token drawn here is
+the token that vLLM's sampler draws from the same logits, seed and position.
+
+What is guaranteed: the hash and the uniform number made of it agree bit for bit. The noise itself
+goes through the platform's ``log``, so it agrees to a few units in the last place, and the drawn
+token agrees unless two scores are that close.
+
+torch has little arithmetic for uint32; int32 has the same bits, and its additions, products and
+left shifts wrap alike. Only the right shift needs care.
+"""
+
+import torch
+
+_KEY_MUL_1 = 0xCC9E2D51 - (1 << 32)
+_KEY_MUL_2 = 0x1B873593
+_HASH_ADD = 0xE6546B64 - (1 << 32)
+_FINAL_MUL_1 = 0x85EBCA6B - (1 << 32)
+_FINAL_MUL_2 = 0xC2B2AE35 - (1 << 32)
+_KEY_BYTES = 16  # Murmur3 mixes in the length of its key: three words and the token id
+
+_SMALLEST_SURVIVAL = 2.0**-24  # keeps log(1 - u) finite where u rounds to 1
+_SERIES_BELOW = 0.25
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Noise to add to scaled logits before an argmax, which then is a sample from their softmax.
+
+    Args:
+        seeds: ``[n]`` int64, the seed of the request that each row belongs to. Any value.
+        positions: ``[n]`` int64, position in the sequence of the token that was fed in to get the
+            row's logits (0-based, as V2's ``positions[logits_indices]``): the token drawn with
+            it will stand at ``position + 1``.
+        vocab_size: number of token ids.
+
+    Returns:
+        ``[n, vocab_size]`` float32 in about [-2.82, 22.9], a function of (seed, position, token id)
+        and of nothing else.
+    """
+    return _gumbel(_uniform(_hash(seeds, positions, vocab_size)))
+
+
+def _hash(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Murmur3 (x86, 32 bits) of seed, position and token id: ``[n, vocab_size]`` int32."""
+    prefix = torch.zeros_like(seeds, dtype=torch.int32)
+    for word in (_low_word(seeds), _low_word(seeds >> 32), _low_word(positions)):
+        prefix = _mix(prefix, _scramble(word))
+    token_keys = _scramble(torch.arange(vocab_size, dtype=torch.int32, device=seeds.device))
+    h = _mix(prefix[:, None], token_keys[None, :])
+    h ^= _KEY_BYTES
+    h ^= _shift_right(h, 16)
+    h *= _FINAL_MUL_1
+    h ^= _shift_right(h, 13)
+    h *= _FINAL_MUL_2
+    h ^= _shift_right(h, 16)
+    return h
+
+
+def _low_word(value: torch.Tensor) -> torch.Tensor:
+    """The low 32 bits of int64, as int32 with the same bits."""
+    unsigned = value & 0xFFFFFFFF
+    return ((unsigned ^ 0x80000000) - 0x80000000).to(torch.int32)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift; ``>>`` alone would copy the sign bit in."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x << bits).bitwise_or_(_shift_right(x, 32 - bits))
+
+
+def _scramble(key: torch.Tensor) -> torch.Tensor:
+    return _rotate_left(key * _KEY_MUL_1, 15) * _KEY_MUL_2
+
+
+def _mix(h: torch.Tensor, scrambled_key: torch.Tensor) -> torch.Tensor:
+    return _rotate_left(h ^ scrambled_key, 13).mul_(5).add_(_HASH_ADD)
+
+
+def _uniform(h: torch.Tensor) -> torch.Tensor:
+    """``(h + 0.5) / 2**32`` for the unsigned h, rounded once to float32: in (0, 1]."""
+    high = _shift_right(h, 16).to(torch.float32).mul_(2.0**-16)
+    low = (h & 0xFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    return high.add_(low)
+
+
+def _gumbel(u: torch.Tensor) -> torch.Tensor:
+    """``-log(-log(1 - u))``, precise where it is large: u near 0, where float32 is fine."""
+    # The series of log(1 - u) to degree 8, by Horner's rule.
+    series = torch.full_like(u, 1.0 / 8.0)
+    for degree in range(7, 0, -1):
+        series.mul_(u).add_(1.0 / degree)
+    series.mul_(u)
+    direct = torch.log(torch.clamp(1.0 - u, min=_SMALLEST_SURVIVAL)).neg_()
+    return torch.where(u < _SERIES_BELOW, series, direct).log_().neg_()

@@ -1,0 +1,173 @@
+"""What verification means: one request after the other, one row after the other.
+
+Every backend must return the tokens and the counts that :func:`verify` returns. A row is a row of
+target logits; ``z`` is that row divided by the request's temperature, in float32. Token ids are
+ordered by (z descending, id ascending), and every filter keeps the first so many of that order.
+
+| strategy       | accepts a draft d iff                                  | emits       | lossless |
+|----------------|--------------------------------------------------------|-------------|----------|
+| `greedy`       | d is the first of the order                            | the first   | no (*)   |
+| `target_match` | d is the token sampled from the nucleus with the noise | that sample | yes      |
+|                | of (seed, position)                                    |             |          |
+| `topp`         | d is a candidate: one of the first `max_candidate_len` | a sample of | no (*)   |
+|                | of the nucleus; or d is the second of the order and    | the candi-  |          |
+|                | the next `verify_window` rows hold drafts that are     | dates       |          |
+|                | the first of theirs                                    |             |          |
+
+Lossless: the text follows the target's (truncated) distribution, whatever the drafts.
+(*) lossless at temperature 0, where every strategy is `greedy` and all text is the target's own.
+
+The nucleus: min-p keeps the tokens at least `min_p` times as likely as the likeliest, top-k the
+first k of those, top-p those whose predecessors hold less than `top_p` of what is then left. One
+token always stays. A sample is the argmax of z + noise (the lower id on a tie), with the noise of
+`noise.gumbel_noise`.
+
+Values that are no ordinary number: a NaN logit counts as -inf; a draft whose z is -inf, that is
+not in the vocabulary, or that stands on a bonus row is never accepted; a row of -inf alone emits
+token 0; logits of +inf share all the mass, and a sample takes the lowest id among them.
+
+Arithmetic: z and z + noise are float32; masses are float64 sums of exp(z - max z) here and may be
+float32 in a backend. Backends must therefore agree whenever no mass lies within rounding (about
+1e-6 of the row's mass) of its threshold, and also where the sums are exact, as among equal logits.
+A mass within rounding of the threshold may go either way; whichever way, what is emitted has been
+a candidate by the backend's own sums.
+
+Sources: drafting and verifying, Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023
+(arXiv:2302.01318). `topp` and its window, the verification rule of PaddleNLP and FastDeploy.
+Sampling by a shared argmax of z + noise, the Gumbel-max trick, as in vLLM's V2 runner.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specplus.verify.noise import gumbel_noise
+from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of target logits, read.
+
+    Attributes:
+        order: all token ids, the likeliest first.
+        candidates: the first few of `order`; what the row emits is one of them.
+        emits: the token emitted if the run of accepted drafts ends here.
+        draft: the draft under test, or None where there is none that could be accepted.
+    """
+
+    order: list[int]
+    candidates: list[int]
+    emits: int
+    draft: int | None
+
+
+def verify(inputs: VerifyInputs) -> VerifyOutput:
+    """Verify the drafts of every request.
+
+    Args and returns: see ``vllm_specplus.verify.verify_draft_tokens``. Slow: made to be read.
+    """
+    device = inputs.logits.device
+    token_ids = torch.full((inputs.num_reqs, inputs.max_rows), -1, dtype=torch.int64)
+    num_tokens = torch.zeros(inputs.num_reqs, dtype=torch.int32)
+    for r in range(inputs.num_reqs):
+        tokens = verify_request(inputs, r)
+        token_ids[r, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        num_tokens[r] = len(tokens)
+    return VerifyOutput(token_ids.to(device), num_tokens.to(device))
+
+
+def verify_request(inputs: VerifyInputs, r: int) -> list[int]:
+    """The tokens that request r gains: accepted drafts and one more; none if it has no rows."""
+    start, end = inputs.cu_num_rows[r : r + 2].tolist()
+    end = min(end, start + inputs.max_rows)
+    rows = [read_row(inputs, r, i, is_bonus=i == end - 1) for i in range(start, end)]
+    greedy = is_greedy(inputs, r)
+    tokens: list[int] = []
+    for i, row in enumerate(rows):
+        if not accepts(inputs, rows[i:], greedy):
+            return [*tokens, row.emits]
+        assert row.draft is not None
+        tokens.append(row.draft)
+    return tokens
+
+
+def is_greedy(inputs: VerifyInputs, r: int) -> bool:
+    return inputs.strategy == "greedy" or inputs.temperature[r].item() == 0
+
+
+def read_row(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> Row:
+    z = inputs.logits[i].to(torch.float32)
+    z = torch.where(z.isnan(), float("-inf"), z)
+    greedy = is_greedy(inputs, r)
+    if not greedy:
+        z = z / inputs.temperature[r]
+    values = z.tolist()
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    if greedy:
+        candidates = order[:1]
+        emits = order[0]
+    else:
+        candidates = nucleus(
+            values,
+            order,
+            top_p=1.0 if inputs.top_p is None else inputs.top_p[r].item(),
+            top_k=0 if inputs.top_k is None else int(inputs.top_k[r]),
+            min_p=0.0 if inputs.min_p is None else inputs.min_p[r].item(),
+        )[: inputs.max_candidate_len]
+        noise = gumbel_noise(inputs.seeds[r : r + 1], inputs.positions[i : i + 1], len(values))
+        score = (z + noise[0]).tolist()
+        emits = max(candidates, key=lambda token: (score[token], -token))
+
+    draft = None if is_bonus else int(inputs.draft_token_ids[i])
+    if draft is not None and not (0 <= draft < len(values) and values[draft] > -math.inf):
+        draft = None
+    return Row(order, candidates, emits, draft)
+
+
+def nucleus(
+    values: list[float], order: list[int], top_p: float, top_k: int, min_p: float
+) -> list[int]:
+    """The first so many of `order` that min-p, then top-k, then top-p leave."""
+    best = values[order[0]]
+    if best == -math.inf:
+        return order[:1]
+    # exp(inf - inf) is no number, so the tokens that tie with the best are weighed by hand.
+    weight = [1.0 if v == best else math.exp(v - best) for v in values]
+    left = [t for t in order if values[t] > -math.inf and weight[t] >= min_p]
+    if top_k > 0:
+        left = left[:top_k]
+    if top_p >= 1:
+        return left
+    threshold = top_p * math.fsum(weight[t] for t in left)
+    count, above = 1, weight[left[0]]
+    while count < len(left) and above < threshold:
+        above += weight[left[count]]
+        count += 1
+    return left[:count]
+
+
+def accepts(inputs: VerifyInputs, rows: list[Row], greedy: bool) -> bool:
+    """Whether the first of `rows` (those of a request that are left) accepts its draft."""
+    row = rows[0]
+    if row.draft is None or inputs.policy == "reject_all":
+        return False
+    if inputs.policy == "accept_all":
+        return True
+    if greedy or inputs.strategy == "target_match":
+        return row.draft == row.emits
+    return row.draft in row.candidates or window_accepts(inputs.verify_window, rows)
+
+
+def window_accepts(window: int, rows: list[Row]) -> bool:
+    """The draft comes second in its row, and the next `window` drafts come first in theirs.
+
+    Those drafts need no word here: the first of the order is always a candidate.
+    """
+    row, following = rows[0], rows[1 : 1 + window]
+    return (
+        0 < window == len(following)
+        and row.draft in row.order[1:2]
+        and all(after.draft == after.order[0] for after in following)
+    )

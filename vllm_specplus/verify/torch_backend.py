@@ -1,0 +1,294 @@
+"""Verification in plain torch, on any device: what `reference.py` says, many rows at a time.
+
+Nothing is sorted. The rank of a token and the mass above it are sums over the tokens ordered
+before it. Sampling inside the nucleus takes the argmax of z + noise over all tokens first: if that
+token is in the nucleus, it is the argmax there too; if not, no token ordered after it is in the
+nucleus either, so the same is asked of the tokens ordered before it.
+
+Rows that cannot matter are left out, which reads their number back from the device: on an
+accelerator this backend waits for the device a few times per call.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specplus.verify.noise import gumbel_noise
+from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
+
+_NEG_INF = float("-inf")
+_POS_INF = float("inf")
+
+# Logits worked on at a time. Some ten temporaries of this many elements are alive at once.
+_CHUNK_ELEMENTS = 1 << 21
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which request a row belongs to, and how many rows a request has."""
+
+    request: torch.Tensor  # [num_rows] int64
+    counts: torch.Tensor  # [num_reqs] int64
+    grid: torch.Tensor  # [num_reqs, max_rows] int64: row at each slot, in bounds past the end too
+
+
+@dataclass(frozen=True)
+class _Nucleus:
+    """Some rows and what decides whether a token is one of their candidates."""
+
+    z: torch.Tensor  # [n, vocab] float32
+    below_best: torch.Tensor  # [n, vocab] float32: z - max z, at most 0
+    weight: torch.Tensor | None  # [n, vocab] float32: exp(below_best), if masses are needed
+    mass: torch.Tensor | None  # [n] float32: the mass above a candidate is less than this
+    log_min_p: torch.Tensor | None  # [n] float32: below_best of a candidate is at least this
+    floor: torch.Tensor | None  # [n] float32: z of a token that top-k keeps is at least this
+    max_rank: torch.Tensor | None  # [n] int64: the rank of a candidate is less than this
+
+    def select(self, rows: torch.Tensor) -> "_Nucleus":
+        fields = (None if v is None else v[rows] for v in vars(self).values())
+        return _Nucleus(*fields)
+
+
+def verify(inputs: VerifyInputs) -> VerifyOutput:
+    """Verify the drafts of every request; see ``vllm_specplus.verify.verify_draft_tokens``."""
+    if inputs.num_reqs == 0 or inputs.num_rows == 0:
+        return _no_tokens(inputs)
+    layout = _lay_out(inputs)
+    drafts = _acceptable_drafts(inputs, layout)
+    emitted = None
+    if inputs.policy == "reject_all":
+        accepted = torch.zeros_like(drafts, dtype=torch.bool)
+    elif inputs.policy == "accept_all":
+        accepted = drafts >= 0
+    elif inputs.strategy == "topp":
+        accepted = _accept_candidates(inputs, layout, drafts)
+    else:
+        rows = torch.arange(inputs.num_rows, device=drafts.device)
+        emitted = _emit(inputs, layout, rows)
+        accepted = emitted == drafts
+    return _scan(inputs, layout, drafts, accepted, emitted)
+
+
+def _no_tokens(inputs: VerifyInputs) -> VerifyOutput:
+    device, shape = inputs.logits.device, (inputs.num_reqs, inputs.max_rows)
+    return VerifyOutput(
+        torch.full(shape, -1, dtype=torch.int64, device=device),
+        torch.zeros(inputs.num_reqs, dtype=torch.int32, device=device),
+    )
+
+
+def _lay_out(inputs: VerifyInputs) -> _Layout:
+    cu = inputs.cu_num_rows
+    rows = torch.arange(inputs.num_rows, device=cu.device)
+    slots = torch.arange(inputs.max_rows, device=cu.device)
+    request = torch.searchsorted(cu[1:], rows, right=True).clamp_(max=inputs.num_reqs - 1)
+    counts = (cu[1:] - cu[:-1]).clamp(max=inputs.max_rows)
+    grid = (cu[:-1, None] + slots).clamp_(max=inputs.num_rows - 1)
+    return _Layout(request, counts, grid)
+
+
+def _acceptable_drafts(inputs: VerifyInputs, layout: _Layout) -> torch.Tensor:
+    """``[num_rows]`` int64: the draft, or -1 where none could be accepted under any policy."""
+    rows = torch.arange(inputs.num_rows, device=layout.request.device)
+    last = inputs.cu_num_rows[layout.request] + layout.counts[layout.request] - 1
+    drafts = inputs.draft_token_ids
+    usable = (rows < last) & (drafts >= 0) & (drafts < inputs.vocab_size)
+    inside = drafts.clamp(0, inputs.vocab_size - 1)
+    z = _scale(inputs, layout, rows, inputs.logits[rows, inside][:, None])[:, 0]
+    return torch.where(usable & (z > _NEG_INF), drafts, -1)
+
+
+def _scan(
+    inputs: VerifyInputs,
+    layout: _Layout,
+    drafts: torch.Tensor,
+    accepted: torch.Tensor,
+    emitted: torch.Tensor | None,
+) -> VerifyOutput:
+    """Drafts up to the first row that does not accept, then the token that this row emits."""
+    grid, counts = layout.grid, layout.counts
+    slots = torch.arange(inputs.max_rows, device=grid.device)
+    in_request = slots < counts[:, None] - 1
+    run = (accepted[grid] & in_request).cumprod(dim=1).sum(dim=1)
+    rows = (inputs.cu_num_rows[:-1] + run).clamp_(max=inputs.num_rows - 1)
+    own = _emit(inputs, layout, rows) if emitted is None else emitted[rows]
+
+    token_ids = torch.where(slots < run[:, None], drafts[grid], -1)
+    ends_run = (slots == run[:, None]) & (counts > 0)[:, None]
+    token_ids = torch.where(ends_run, own[:, None], token_ids)
+    num_tokens = torch.where(counts > 0, run + 1, 0).to(torch.int32)
+    return VerifyOutput(token_ids, num_tokens)
+
+
+def _accept_candidates(inputs: VerifyInputs, layout: _Layout, drafts: torch.Tensor) -> torch.Tensor:
+    """``[num_rows]`` bool: strategy `topp`."""
+    rank = torch.full_like(drafts, -1)
+    accepted = torch.zeros_like(drafts, dtype=torch.bool)
+    for rows in _chunks(inputs, (drafts >= 0).nonzero()[:, 0]):
+        nucleus = _read_nucleus(inputs, layout, rows)
+        inside, before = _is_candidate(nucleus, drafts[rows])
+        rank[rows] = before.sum(dim=1)
+        accepted[rows] = inside
+    first = rank == 0
+    greedy = inputs.temperature[layout.request] == 0
+    if inputs.verify_window > 0:
+        accepted |= (rank == 1) & _followed_by(first, inputs.verify_window)
+    return torch.where(greedy, first, accepted)
+
+
+def _followed_by(first: torch.Tensor, window: int) -> torch.Tensor:
+    """Whether the next `window` rows are all set in `first`.
+
+    A bonus row holds no draft, so it is never set, and no window reaches into the next request.
+    """
+    num_rows = first.shape[0]
+    padded = torch.nn.functional.pad(first, (0, window))
+    result = torch.ones_like(first)
+    for step in range(1, window + 1):
+        result &= padded[step : step + num_rows]
+    return result
+
+
+def _emit(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> torch.Tensor:
+    """``[n]`` int64: the token that each of `rows` emits if the run ends there."""
+    tokens = [_emit_chunk(inputs, layout, chunk) for chunk in _chunks(inputs, rows)]
+    return torch.cat(tokens)
+
+
+def _emit_chunk(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> torch.Tensor:
+    request = layout.request[rows]
+    if inputs.strategy == "greedy":
+        return _rows_of_z(inputs, layout, rows).argmax(dim=1)
+    sampled = inputs.temperature[request] > 0
+    token = torch.empty_like(rows)
+    if not sampled.all():
+        token[~sampled] = _rows_of_z(inputs, layout, rows[~sampled]).argmax(dim=1)
+    if sampled.any():
+        rows = rows[sampled]
+        noise = gumbel_noise(
+            inputs.seeds[request[sampled]], inputs.positions[rows], inputs.vocab_size
+        )
+        token[sampled] = _sample(_read_nucleus(inputs, layout, rows), noise)
+    return token
+
+
+def _sample(nucleus: _Nucleus, noise: torch.Tensor) -> torch.Tensor:
+    """``[n]`` int64: the argmax of z + noise among the candidates of each row."""
+    score = nucleus.z + noise
+    if nucleus.log_min_p is not None:
+        score.masked_fill_(nucleus.below_best < nucleus.log_min_p[:, None], _NEG_INF)
+    if nucleus.floor is not None:
+        score.masked_fill_(nucleus.z < nucleus.floor[:, None], _NEG_INF)
+    token = score.argmax(dim=1)
+    if nucleus.mass is None and nucleus.max_rank is None:
+        return token
+    open_rows = torch.arange(token.shape[0], device=token.device)
+    while True:
+        inside, before = _is_candidate(nucleus, token[open_rows])
+        outside = (~inside).nonzero()[:, 0]
+        if outside.shape[0] == 0:
+            return token
+        open_rows, nucleus = open_rows[outside], nucleus.select(outside)
+        score = score[outside].masked_fill_(~before[outside], _NEG_INF)
+        token[open_rows] = score.argmax(dim=1)
+
+
+def _is_candidate(nucleus: _Nucleus, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether one token of each row is a candidate, and which tokens are ordered before it.
+
+    Returns:
+        ``[n]`` bool and ``[n, vocab]`` bool.
+    """
+    z, at = nucleus.z, tokens[:, None]
+    z_token = z.gather(1, at)
+    ids = torch.arange(z.shape[1], device=z.device)
+    before = (z == z_token).logical_and_(ids < at).logical_or_(z > z_token)
+    rank = before.sum(dim=1)
+    inside = torch.ones_like(rank, dtype=torch.bool)
+    if nucleus.log_min_p is not None:
+        inside &= nucleus.below_best.gather(1, at)[:, 0] >= nucleus.log_min_p
+    if nucleus.max_rank is not None:
+        inside &= rank < nucleus.max_rank
+    if nucleus.mass is not None:
+        assert nucleus.weight is not None
+        inside &= (nucleus.weight * before).sum(dim=1) < nucleus.mass
+    return inside | (rank == 0), before
+
+
+def _read_nucleus(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> _Nucleus:
+    request = layout.request[rows]
+    z = _rows_of_z(inputs, layout, rows)
+    best = z.amax(dim=1, keepdim=True)
+    # inf - inf is no number, but it stands for a token that ties with the best.
+    below_best = (z - best).nan_to_num_(nan=0.0, posinf=_POS_INF, neginf=_NEG_INF)
+    log_min_p = None if inputs.min_p is None else inputs.min_p[request].log()
+    weight = None if inputs.top_p is None else below_best.exp()
+    mass = max_rank = floor = None
+    if weight is not None:
+        mass = _sum_from(weight, below_best, log_min_p)
+    if inputs.top_k is not None:
+        max_rank, floor, values = _top_k(z, inputs.top_k[request])
+        if mass is not None and values is not None:
+            below = (values - best).nan_to_num_(nan=0.0, posinf=_POS_INF, neginf=_NEG_INF)
+            kept = torch.arange(values.shape[1], device=z.device) < max_rank[:, None]
+            mass_of_k = _sum_from(below.exp().mul_(kept), below, log_min_p)
+            mass = torch.where(max_rank < inputs.vocab_size, mass_of_k, mass)
+    if mass is not None:
+        assert inputs.top_p is not None
+        top_p = inputs.top_p[request]
+        mass = torch.where(top_p < 1, top_p * mass, _POS_INF)
+    if inputs.max_candidate_len is not None:
+        cap = torch.full_like(request, inputs.max_candidate_len)
+        max_rank = cap if max_rank is None else torch.minimum(max_rank, cap)
+    return _Nucleus(z, below_best, weight, mass, log_min_p, floor, max_rank)
+
+
+def _sum_from(
+    weight: torch.Tensor, below_best: torch.Tensor, log_min_p: torch.Tensor | None
+) -> torch.Tensor:
+    """``[n]`` float32: the sum of the weights that min-p leaves."""
+    if log_min_p is not None:
+        weight = weight.masked_fill(below_best < log_min_p[:, None], 0.0)
+    return weight.sum(dim=1)
+
+
+def _top_k(
+    z: torch.Tensor, top_k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """How many tokens top-k keeps, the z of the last one, and the largest z in falling order.
+
+    Returns:
+        ``[n]`` int64 (the vocabulary's size where top-k is off), ``[n]`` float32 and ``[n, widest
+        k]`` float32; the last two are None if top-k is off everywhere.
+    """
+    vocab_size = z.shape[1]
+    on = (top_k > 0) & (top_k < vocab_size)
+    count = torch.where(on, top_k, vocab_size)
+    widest = int(torch.where(on, top_k, 0).max())
+    if widest == 0:
+        return count, None, None
+    values = z.topk(widest, dim=1).values
+    last = values.gather(1, count.clamp(max=widest)[:, None] - 1)[:, 0]
+    return count, torch.where(on, last, _NEG_INF), values
+
+
+def _rows_of_z(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> torch.Tensor:
+    return _scale(inputs, layout, rows, inputs.logits[rows])
+
+
+def _scale(
+    inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    """``[n, any]`` float32: z of some logits of each row, which are copied, never changed."""
+    z = logits.to(torch.float32).nan_to_num(nan=_NEG_INF, posinf=_POS_INF, neginf=_NEG_INF)
+    if inputs.strategy == "greedy":
+        return z
+    temperature = inputs.temperature[layout.request[rows]]
+    return z.div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
+
+
+def _chunks(inputs: VerifyInputs, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Some rows at a time, so that temporaries stay small; no chunk is empty."""
+    if rows.shape[0] == 0:
+        return ()
+    return rows.split(max(1, _CHUNK_ELEMENTS // inputs.vocab_size))
