@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specplus.testing.tiny_model import make_draft_model, make_random
+from vllm_specplus.testing.tiny_model import make_draft_model, make_random, make_trained
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +17,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random draft model of the same vocabulary."""
     return make_draft_model(tmp_path_factory.mktemp("draft"))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained model with an MTP head, whose drafts are accepted; made once per machine."""
+    return make_trained(tmp_path_factory.mktemp("trained"))

@@ -14,15 +14,16 @@ from vllm.distributed import cleanup_dist_env_and_memory
 # module that is loaded; so it must not see this one when an earlier engine has loaded numba.
 _HIDDEN = "llvmlite.binding.ffi"
 
-REPEATING = [*range(40, 60), 7, 8, 9, *range(40, 60), 7, 8]
-PROMPTS: list[list[int]] = [
-    REPEATING,
-    [65, 66, 67] * 12,
-    list(range(100, 180)),
-    [5],
-    [int(x) for x in b"def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a"],
-    [17, 17, 17, 17],
-]
+_TEXTS = (
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return",
+    "import os\nimport sys\n\nclass Error(Exception):\n    pass\n\nclass OtherError(Exception):\n    ",
+    '[{"id": 1, "ok": true}, {"id": 2, "ok": true}, {"id": 3, "ok": true}, {"id": 4, "ok"',
+    "    def test_one(self):\n        self.assertEqual(1, 1)\n\n    def test_two(self):\n        self.assert",
+    "aaaa",
+    "x",
+)
+# The tiny models' tokens are bytes.
+PROMPTS = [list(text.encode()) for text in _TEXTS]
 
 # Every way of drafting that runs on V1, by the name of its test. `draft` stands for the draft model's path.
 PROPOSERS: dict[str, dict[str, Any]] = {

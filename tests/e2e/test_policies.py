@@ -11,9 +11,9 @@ STRATEGIES = [None, "topp", "greedy", "target_match"]
 
 
 @pytest.mark.parametrize("proposer", DRAFTING)
-def test_accept_all(proposer: str, tiny: Path, draft: Path) -> None:
+def test_accept_all(proposer: str, trained: Path, draft: Path) -> None:
     config = speculative(proposer, draft, accept_policy="accept_all")
-    with engine(tiny, config) as e:
+    with engine(trained, config) as e:
         texts = e.tokens()
         counts = e.counts()
     assert counts.accepted == counts.drafted > 0
@@ -22,10 +22,10 @@ def test_accept_all(proposer: str, tiny: Path, draft: Path) -> None:
 
 
 @pytest.mark.parametrize("proposer", DRAFTING)
-def test_reject_all(proposer: str, tiny: Path, draft: Path) -> None:
-    with engine(tiny) as e:
+def test_reject_all(proposer: str, trained: Path, draft: Path) -> None:
+    with engine(trained) as e:
         expected = e.tokens()
-    with engine(tiny, speculative(proposer, draft, accept_policy="reject_all")) as e:
+    with engine(trained, speculative(proposer, draft, accept_policy="reject_all")) as e:
         assert e.tokens() == expected
         counts = e.counts()
     assert counts.drafted > 0
@@ -34,22 +34,22 @@ def test_reject_all(proposer: str, tiny: Path, draft: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_policies_hold_under_every_strategy(strategy: str | None, tiny: Path, draft: Path) -> None:
+def test_policies_hold_under_every_strategy(strategy: str | None, trained: Path, draft: Path) -> None:
     extra = {} if strategy is None else {"verify_strategy": strategy}
     accepted = {}
     for policy in ("accept_all", "reject_all"):
         config = speculative("mtp_ngram", draft, accept_policy=policy, **extra)
-        with engine(tiny, config) as e:
+        with engine(trained, config) as e:
             e.tokens(PROMPTS, temperature=1.0, top_p=0.9, seed=3)
             counts = e.counts()
         accepted[policy] = counts.accepted / counts.drafted
     assert accepted == {"accept_all": 1.0, "reject_all": 0.0}
 
 
-def test_accept_all_keeps_masks(tiny: Path, draft: Path) -> None:
+def test_accept_all_keeps_masks(trained: Path, draft: Path) -> None:
     """A draft that a request's own rules forbid is no valid draft."""
     allowed = [65, 66, 67]
     config = speculative("mtp_ngram", draft, accept_policy="accept_all")
-    with engine(tiny, config) as e:
+    with engine(trained, config) as e:
         texts = e.tokens(PROMPTS, allowed_token_ids=allowed)
     assert {token for t in texts for token in t} <= set(allowed)

@@ -21,9 +21,9 @@ STRUCTURED = {
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: Path) -> dict[str, list[list[int]]]:
+def plain(trained: Path) -> dict[str, list[list[int]]]:
     """Greedy texts of the stock engine without speculation, by the request's rules."""
-    with engine(tiny, **STRUCTURED) as e:
+    with engine(trained, **STRUCTURED) as e:
         return {name: e.tokens(**rules) for name, rules in RULES.items()}
 
 
@@ -42,9 +42,9 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
-def strategy(request: pytest.FixtureRequest, tiny: Path, draft: Path) -> Iterator[tuple[str, Engine]]:
+def strategy(request: pytest.FixtureRequest, trained: Path, draft: Path) -> Iterator[tuple[str, Engine]]:
     config = speculative("mtp_ngram", draft, verify_strategy=request.param)
-    with engine(tiny, config, **STRUCTURED) as e:
+    with engine(trained, config, **STRUCTURED) as e:
         yield request.param, e
 
 
@@ -123,12 +123,12 @@ def test_structured_output(strategy: tuple[str, Engine]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
-def test_logprobs_modes(mode: str, tiny: Path, draft: Path) -> None:
+def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
     """The numbers are those of the engine without drafts."""
     values = []
     for name in ("naive", "mtp_ngram"):
         config = speculative(name, draft, verify_strategy="target_match")
-        with engine(tiny, config, logprobs_mode=mode) as e:
+        with engine(trained, config, logprobs_mode=mode) as e:
             results = e.generate(PROMPTS, logprobs=0, **SAMPLED)
         values.append(
             [
@@ -143,16 +143,16 @@ def test_logprobs_modes(mode: str, tiny: Path, draft: Path) -> None:
 @pytest.mark.parametrize(
     "proposer", ["mtp", "mtp_ngram_override", "mtp_suffix", "draft_model_ngram", "ngram", "suffix"]
 )
-def test_target_match_text_is_that_without_drafts(proposer: str, tiny: Path, draft: Path) -> None:
+def test_target_match_text_is_that_without_drafts(proposer: str, trained: Path, draft: Path) -> None:
     """The noise hangs on seed and position alone, so drafts only change how fast the text comes."""
     texts = []
     for name in ("naive", proposer):
-        with engine(tiny, speculative(name, draft, verify_strategy="target_match")) as e:
+        with engine(trained, speculative(name, draft, verify_strategy="target_match")) as e:
             texts.append(e.tokens(**SAMPLED))
     assert texts[0] == texts[1]
 
 
-def test_target_match_keeps_the_distribution(tiny: Path, draft: Path) -> None:
+def test_target_match_keeps_the_distribution(trained: Path, draft: Path) -> None:
     """Chi-squared of the second and third token against the stock engine's own sampling of them.
 
     These are drafted positions. Measured: with the policy set to accept_all, which is the bug of taking
@@ -161,7 +161,7 @@ def test_target_match_keeps_the_distribution(tiny: Path, draft: Path) -> None:
     sampling = {"temperature": 1.0, "top_k": 6, "max_tokens": 3, "n": 1500}
 
     def tails(config: dict[str, Any] | None) -> Counter[tuple[int, ...]]:
-        with engine(tiny, config, max_num_seqs=256, seed=5) as e:
+        with engine(trained, config, max_num_seqs=256, seed=5) as e:
             return Counter(tuple(t[1:]) for t in e.tokens([PROMPTS[0]], **sampling))
 
     stock = tails(None)
