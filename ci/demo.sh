@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Installs, trains the tiny model (once) and shows what each way of drafting does to it. Arguments go to examples/demo.py.
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+# Installs, trains the tiny model (the first time) and compares the ways of drafting on it. Arguments go to
+# examples/demo.py.
+cd "$(dirname "$0")/.."
+source ci/setup.sh
 export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1
 
 model=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-specplus/demo-model

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Style, format and types.
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$(dirname "$0")/.."
+source ci/setup.sh
 
 ruff check
 ruff format --check

@@ -38,7 +38,7 @@ print(platform.python_version(), sys._base_executable)' 2>/dev/null && return
 }
 
 pip_install() {
-  python -m pip --disable-pip-version-check install --progress-bar off --constraint ci/constraints.txt "$@"
+  python -m pip --disable-pip-version-check install --progress-bar off --no-compile --constraint ci/constraints.txt "$@"
 }
 
 # pip may be set up to find a CPU build of torch; where it is not, PyTorch's own index has one.

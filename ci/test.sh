@@ -1,21 +1,47 @@
 #!/usr/bin/env bash
-# Installs, lints and runs every test. Arguments go to pytest.
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+# Installs, lints and runs every test. Arguments go to pytest; with paths among them, only those are run.
+cd "$(dirname "$0")/.."
+source ci/setup.sh
 export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1
 
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
+code=0
 
-lint=passed
-bash ci/lint.sh || lint=failed
+bash ci/lint.sh || code=1
 
-# Two processes: in one that has imported numba, which other tests do, vLLM's CPU worker cannot start.
-failed=0
-run_pytest() {
-  local code=0
-  pytest --junitxml "$reports/$1.xml" "${@:2}" || code=$?
-  # 5: nothing was selected, as an argument like `-k` may have it in one of the two.
-  ((code == 0 || code == 5)) || failed=1
+run_tests() {
+  local result=0
+  pytest --junitxml "$reports/$1.xml" "${@:2}" || result=$?
+  # 5: the arguments selected nothing, as `-k` may do to one of two runs.
+  ((result == 0 || result == 5)) || code=1
 }
-run_pytest unit tests --ignore tests/e2e "$@"
-run_pytest e2e tests/e2e "$@"
+
+paths=0
+for argument in "$@"; do
+  [[ ! -e ${argument%%::*} ]] || paths=1
+done
+if ((paths)); then
+  run_tests chosen "$@"
+else
+  # Two processes, as vLLM's CPU worker cannot start in one where a test has imported numba.
+  run_tests unit tests --ignore tests/e2e "$@"
+  run_tests e2e tests/e2e "$@"
+fi
+
+((code == 0)) || echo "ci/test.sh: lint or tests failed, see above"
+# Both summaries in one, as pytest writes it; a run without a single test has shown nothing.
+python - "$reports" <<'END' || code=1
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+suites = [s for report in Path(sys.argv[1]).iterdir() for s in ElementTree.parse(report).iter("testsuite")]
+count = {key: sum(int(suite.get(key)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")}
+passed = count.pop("tests") - sum(count.values())
+seconds = sum(float(suite.get("time")) for suite in suites)
+parts = [f"{passed} passed", f"{count['failures']} failed", f"{count['errors']} errors", f"{count['skipped']} skipped"]
+print(f"===== {', '.join(parts)} in {seconds:.0f}s =====")
+sys.exit(passed == 0)
+END
+exit "$code"

@@ -133,9 +133,7 @@ MEANS = [
         },
         notes=PADDLE,
     ),
-    Means(
-        None, {"method": "eagle", "model": "${eagle}", "num_speculative_tokens": 5}, notes=PADDLE
-    ),
+    Means(None, {"method": "eagle", "model": "${eagle}", "num_speculative_tokens": 5}, notes=PADDLE),
     Means(
         {
             "method": "mtp",
@@ -209,9 +207,7 @@ def test_every_example_is_covered() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("example", "means"), list(zip(EXAMPLES, MEANS, strict=False)))
-def test_example(
-    example: dict[str, Any], means: Means, strict: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example(example: dict[str, Any], means: Means, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_arctic(monkeypatch, True)
     given = example["given"]
     if means.refused:
@@ -232,9 +228,7 @@ def test_example(
 def test_ngram_match_is_ngram() -> None:
     resolved = resolve({"method": "ngram_match", "num_speculative_tokens": 3})
     assert (resolved.options, resolved.vllm["method"]) == (None, "ngram")
-    assert resolved.notes == [
-        'speculative_config: FastDeploy options mapped: method="ngram_match" -> "ngram"'
-    ]
+    assert resolved.notes == ['speculative_config: FastDeploy options mapped: method="ngram_match" -> "ngram"']
     found = options({"method": "ngram_match", "num_speculative_tokens": 3, "max_ngram_size": 3})
     assert (found.method, found.max_ngram_size) == ("ngram", 3)
 

@@ -126,9 +126,7 @@ def test_key_that_asks_for_nothing_takes_vllms_path(key: str, value: Any) -> Non
     ],
 )
 @pytest.mark.parametrize("base", [NGRAM, HYBRID])
-def test_window(
-    base: dict[str, Any], given_window: dict[str, Any], window: tuple[int, int], fitted: bool
-) -> None:
+def test_window(base: dict[str, Any], given_window: dict[str, Any], window: tuple[int, int], fitted: bool) -> None:
     resolved = resolve({**base, **given_window})
     assert resolved.options is not None
     assert (resolved.options.max_ngram_size, resolved.options.min_ngram_size) == window
@@ -147,9 +145,7 @@ def test_window(
         ({"prompt_lookup_max": 4, "prompt_lookup_min": 2}, (4, 2)),
     ],
 )
-def test_verifier_beside_stock_ngram_leaves_its_window(
-    given_window: dict[str, Any], window: tuple[int, int]
-) -> None:
+def test_verifier_beside_stock_ngram_leaves_its_window(given_window: dict[str, Any], window: tuple[int, int]) -> None:
     found = options({**NGRAM, **given_window, "verify_strategy": "greedy"})
     assert (found.max_ngram_size, found.min_ngram_size) == window
 

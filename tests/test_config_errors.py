@@ -128,6 +128,10 @@ def test_several_wrong_values_have_a_line_each() -> None:
         ),
         ({**MTP, "match_override_len": 4}, ["match_override_len=4", "mtp_strategy"]),
         ({**NGRAM, "match_override_len": 4}, ["match_override_len=4", "mtp_strategy"]),
+        (
+            {**HYBRID, "mtp_strategy": "with_suffix", "match_override_len": 24},
+            ["match_override_len=24", "suffix_decoding_max_tree_depth (24)"],
+        ),
         ({**MTP, "max_candidate_len": 5}, ["max_candidate_len=5", "verify_strategy=null", "topp"]),
         (
             {**MTP, "verify_window": 2, "verify_strategy": "greedy"},

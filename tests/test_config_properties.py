@@ -13,9 +13,7 @@ from vllm_specplus.config_keys import PLUGIN_NAMES
 from vllm_specplus.stock_keys import stock_keys
 
 KEYS = st.sampled_from([*PLUGIN_NAMES, *ALIASES, *stock_keys().keys, "num-model-steps"])
-WORDS = st.sampled_from(
-    ["mtp", "ngram", "suffix", "naive", "deepseek_mtp", "with_ngram", "topp", "normal", "wint4"]
-)
+WORDS = st.sampled_from(["mtp", "ngram", "suffix", "naive", "deepseek_mtp", "with_ngram", "topp", "normal", "wint4"])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 130) | st.floats() | st.text(max_size=8) | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
@@ -52,9 +50,7 @@ def attempt(config: dict[str, Any], strict: bool = False) -> Resolved | None:
 
 @settings(max_examples=300, deadline=None)
 @given(CONFIGS, st.booleans())
-def test_nothing_else_is_raised_and_nothing_is_changed(
-    config: dict[str, Any], strict: bool
-) -> None:
+def test_nothing_else_is_raised_and_nothing_is_changed(config: dict[str, Any], strict: bool) -> None:
     before = copy.deepcopy(config)
     resolved = attempt(config, strict)
     assert repr(config) == repr(before)

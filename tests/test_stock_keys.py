@@ -64,9 +64,7 @@ def test_reads_a_package(tmp_path: Path) -> None:
     ("key", "value", "read"),
     [("count", "3", 3), ("limit", None, None), ("schedule", [[1, 2]], [(1, 2)]), ("backend", 3, 3)],
 )
-def test_values_are_read_as_vllm_reads_them(
-    tmp_path: Path, key: str, value: Any, read: Any
-) -> None:
+def test_values_are_read_as_vllm_reads_them(tmp_path: Path, key: str, value: Any, read: Any) -> None:
     assert read_stock_keys(package(tmp_path)).keys[key].parse(f"{key}=?", value) == read
 
 
@@ -96,9 +94,7 @@ def test_values_out_of_bounds(tmp_path: Path, key: str, value: Any, said: str) -
         (CONFIG, "METHODS = []", "QuantizationMethods"),
     ],
 )
-def test_source_that_cannot_be_read_is_named(
-    tmp_path: Path, config: str, quantization: str, said: str
-) -> None:
+def test_source_that_cannot_be_read_is_named(tmp_path: Path, config: str, quantization: str, said: str) -> None:
     with pytest.raises(SpecPlusConfigError) as caught:
         read_stock_keys(package(tmp_path, config, quantization))
     assert said in str(caught.value)
@@ -115,12 +111,12 @@ def test_vllm_without_a_spec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_installed_vllm_agrees() -> None:
-    from vllm.config.speculative import (  # noqa: TID251
+    from vllm.config.speculative import (
         MTPModelTypes,
         SpeculativeConfig,
         SpeculativeMethod,
     )
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS  # noqa: TID251
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
     found = stock_keys()
     fields = {one.name: one for one in dataclasses.fields(SpeculativeConfig)}

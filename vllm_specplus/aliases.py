@@ -95,9 +95,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         )
     }
 )
-METHOD_ALIASES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"ngram_match": (FASTDEPLOY, "ngram")}
-)
+METHOD_ALIASES: Mapping[str, tuple[str, str]] = MappingProxyType({"ngram_match": (FASTDEPLOY, "ngram")})
 SYNONYMS: Mapping[str, str] = MappingProxyType(
     {
         "draft_strategy": "mtp_strategy",
@@ -193,17 +191,13 @@ def normalise(items: Iterable[tuple[str, Any]]) -> Normalised:
             ours = _translate(alias, value)
             result.add(alias.target, ours, name, value)
             implied.update(alias.implies)
-            mapped.setdefault(alias.system, []).append(
-                f"{stated(name, value)} -> {stated(alias.target, ours)}"
-            )
+            mapped.setdefault(alias.system, []).append(f"{stated(name, value)} -> {stated(alias.target, ours)}")
     for key, value in implied.items():
         if result.values.get(key) is None:
             result.values[key] = value
             result.written.pop(key, None)
             result.notes.insert(0, f"{stated(key, value)}, which those options take for granted")
-    result.notes[:0] = [
-        f"{system} options mapped: {', '.join(lines)}" for system, lines in mapped.items()
-    ]
+    result.notes[:0] = [f"{system} options mapped: {', '.join(lines)}" for system, lines in mapped.items()]
     return result
 
 
@@ -221,6 +215,4 @@ def _translate(alias: Alias, value: Any) -> Any:
 
 def touches(name: str, value: Any) -> bool:
     """Whether this key, or this value of ``method``, is another engine's and needs rewriting."""
-    return name in ALIASES or (
-        name == "method" and isinstance(value, str) and value in METHOD_ALIASES
-    )
+    return name in ALIASES or (name == "method" and isinstance(value, str) and value in METHOD_ALIASES)

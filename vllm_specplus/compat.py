@@ -146,9 +146,9 @@ def vllm_root() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def missing_seams(root: Path, seams: tuple[Seam, ...] = LEDGER) -> list[str]:
-    """What of ``seams`` the vLLM under ``root`` lacks, a line each; empty when all hold."""
-    return [problem for seam in seams if (problem := _problem(root, seam))]
+def missing_seams(root: Path) -> list[str]:
+    """What of the ledger the vLLM under ``root`` lacks, a line each; empty when all hold."""
+    return [problem for seam in LEDGER if (problem := _problem(root, seam))]
 
 
 @cache
@@ -163,9 +163,7 @@ def check_vllm() -> str | None:
     """
     version = importlib.metadata.version("vllm")
     if problems := missing_seams(vllm_root()):
-        raise SpecPlusCompatError(
-            f"vllm-specplus cannot run on vLLM {version}: " + "; ".join(problems)
-        )
+        raise SpecPlusCompatError(f"vllm-specplus cannot run on vLLM {version}: " + "; ".join(problems))
     if not version.startswith(tuple(f"{v}." for v in TESTED_VERSIONS)):
         tested = " and ".join(TESTED_VERSIONS)
         return f"vLLM {version} is untested (tested: {tested}), but has every name that is needed"

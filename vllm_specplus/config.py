@@ -127,9 +127,7 @@ def parse_json(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except json.JSONDecodeError as problem:
-        raise error(
-            f"malformed JSON at line {problem.lineno} column {problem.colno}: {problem.msg}"
-        ) from None
+        raise error(f"malformed JSON at line {problem.lineno} column {problem.colno}: {problem.msg}") from None
     except SpecPlusConfigError:
         raise
     except (ValueError, RecursionError) as problem:
@@ -184,13 +182,9 @@ def resolve(raw: Mapping[str, Any], *, strict: bool = False) -> Resolved:
     return _resolved(options, _vllm_keys(parsed, options), notes, warnings)
 
 
-def _resolved(
-    options: SpecPlusOptions | None, vllm: dict[str, Any], notes: list[str], warnings: list[str]
-) -> Resolved:
+def _resolved(options: SpecPlusOptions | None, vllm: dict[str, Any], notes: list[str], warnings: list[str]) -> Resolved:
     prefix = "speculative_config: "
-    return Resolved(
-        options, vllm, [prefix + line for line in notes], [prefix + line for line in warnings]
-    )
+    return Resolved(options, vllm, [prefix + line for line in notes], [prefix + line for line in warnings])
 
 
 def _concerns_us(items: list[tuple[str, Any]]) -> bool:
@@ -291,9 +285,7 @@ def _draft_tokens(parsed: Parsed) -> tuple[int, list[str]]:
         return 0, [f"{shown} is forced to 0 drafts: method naive drafts nothing"]
     if parsed.method == "suffix" and not tokens:
         tokens = min(parsed.keys.suffix_decoding_max_tree_depth, MAX_DRAFT_TOKENS)
-        return tokens, [
-            f"num_speculative_tokens={tokens}, taken from suffix_decoding_max_tree_depth"
-        ]
+        return tokens, [f"num_speculative_tokens={tokens}, taken from suffix_decoding_max_tree_depth"]
     return tokens, []
 
 

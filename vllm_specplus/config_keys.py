@@ -117,8 +117,7 @@ class Parsed:
     def names_window(self) -> bool:
         """Whether the n-gram window is set under a name other than vLLM's own."""
         return any(
-            self.given.values.get(key) is not None and set(self.given.names(key)) - STOCK_WINDOW
-            for key in WINDOW_KEYS
+            self.given.values.get(key) is not None and set(self.given.names(key)) - STOCK_WINDOW for key in WINDOW_KEYS
         )
 
     def stated(self, key: str) -> str:
@@ -169,14 +168,11 @@ def parse(given: Normalised, stock: StockKeys) -> Parsed:
     mine = {key: value for key, value in given.values.items() if key in schema.model_fields}
     keys = GivenKeys()
     try:
-        keys = schema.model_validate(
-            {key: value for key, value in defaults.items() if value is not None} | mine
-        )
+        keys = schema.model_validate({key: value for key, value in defaults.items() if value is not None} | mine)
     except ValidationError as problem:
         properties = schema.model_json_schema()["properties"]
         problems += [
-            schema_refusal(given.stated(key), given.values.get(key), properties[key])
-            for key in failed_keys(problem)
+            schema_refusal(given.stated(key), given.values.get(key), properties[key]) for key in failed_keys(problem)
         ]
     values = parse_stock(given, stock, problems, skip=schema.model_fields)
     check_method(given, stock, problems)
@@ -213,9 +209,7 @@ def check_method(given: Normalised, stock: StockKeys, problems: list[SpecPlusCon
         problems.append(schema_refusal(given.stated("method"), method, schema))
 
 
-def check_quantization(
-    given: Normalised, stock: StockKeys, problems: list[SpecPlusConfigError]
-) -> None:
+def check_quantization(given: Normalised, stock: StockKeys, problems: list[SpecPlusConfigError]) -> None:
     """Add a refusal for Paddle's quantization names, and for any unknown name in a migration key.
 
     Under vLLM's own key an unknown name may be one that another plugin registers with vLLM.
@@ -231,8 +225,4 @@ def check_quantization(
         name = given.names("quantization")[0]
         translated = tuple((ALIASES[name].values or {}) if name in ALIASES else ())
         also = f"{choices(translated)}, or a name of vLLM's; " if translated else ""
-        problems.append(
-            refusal(
-                given.stated("quantization"), f"{also}{vllm_has}; {show(value)} is none of them"
-            )
-        )
+        problems.append(refusal(given.stated("quantization"), f"{also}{vllm_has}; {show(value)} is none of them"))

@@ -57,9 +57,7 @@ def engaged(parsed: Parsed) -> list[str]:
         "accept_policy": keys.accept_policy != "normal",
     }
     for key in WINDOW_KEYS:
-        asked[key] = bool(set(parsed.given.names(key)) - STOCK_WINDOW) and (
-            getattr(keys, key) is not None
-        )
+        asked[key] = bool(set(parsed.given.names(key)) - STOCK_WINDOW) and (getattr(keys, key) is not None)
     return [key for key, wanted in asked.items() if wanted]
 
 
@@ -93,16 +91,13 @@ def _tokens_are_given(parsed: Parsed) -> None:
     if wanted and not optional and not parsed.keys.num_speculative_tokens:
         asked = [*engaged(parsed), "method"][0]
         raise error(
-            f"num_speculative_tokens is required with {parsed.stated(asked)}: "
-            f"an integer from 1 to {MAX_DRAFT_TOKENS}"
+            f"num_speculative_tokens is required with {parsed.stated(asked)}: an integer from 1 to {MAX_DRAFT_TOKENS}"
         )
 
 
 def _model_is_given(parsed: Parsed) -> None:
     if needs_options(parsed) and parsed.method in _NEEDS_MODEL_PATH and not parsed.keys.model:
-        raise error(
-            f"model is required with {parsed.stated('method')}: the draft model's name or path"
-        )
+        raise error(f"model is required with {parsed.stated('method')}: the draft model's name or path")
 
 
 def _steps_fit(parsed: Parsed) -> None:
@@ -128,8 +123,7 @@ def _window_acts(parsed: Parsed) -> None:
     for key in WINDOW_KEYS:
         if key in engaged(parsed):
             raise refusal(
-                f"{parsed.stated(key)} with {parsed.stated('method')} and "
-                f"{parsed.stated('mtp_strategy')}",
+                f"{parsed.stated(key)} with {parsed.stated('method')} and {parsed.stated('mtp_strategy')}",
                 'it acts only with method="ngram" or mtp_strategy="with_ngram"',
             )
 
@@ -148,6 +142,15 @@ def _override_acts(parsed: Parsed) -> None:
         raise refusal(
             f"{parsed.stated('match_override_len')} with {parsed.stated('mtp_strategy')}",
             'it acts only with mtp_strategy="with_ngram" or "with_suffix"',
+        )
+
+
+def _override_can_be_reached(parsed: Parsed) -> None:
+    override, depth = parsed.keys.match_override_len, parsed.keys.suffix_decoding_max_tree_depth
+    if parsed.keys.mtp_strategy == "with_suffix" and override >= depth:
+        raise refusal(
+            parsed.stated("match_override_len"),
+            f"a suffix match is shorter than suffix_decoding_max_tree_depth ({depth})",
         )
 
 
@@ -197,6 +200,7 @@ _RULES: tuple[Callable[[Parsed], None], ...] = (
     _window_acts,
     _window_is_ordered,
     _override_acts,
+    _override_can_be_reached,
     _candidates_act,
     _one_verifier,
     _drafts_one_by_one,
@@ -260,9 +264,7 @@ def effect_warnings(parsed: Parsed) -> list[str]:
     if keys.verify_strategy == "topp":
         lines.append('verify_strategy="topp" is lossy: it changes the output distribution')
     if keys.verify_strategy == "greedy":
-        lines.append(
-            'verify_strategy="greedy" emits the argmax whatever the temperature of a request'
-        )
+        lines.append('verify_strategy="greedy" emits the argmax whatever the temperature of a request')
     if keys.accept_policy == "accept_all":
         lines.append('accept_policy="accept_all" is for debugging: the output is the drafts\'')
     if parsed.is_hybrid and (keys.num_model_steps or 1) == tokens and not keys.match_override_len:
@@ -277,7 +279,5 @@ def effect_warnings(parsed: Parsed) -> list[str]:
         )
     quantization = keys.quantization
     if quantization is not None and quantization not in parsed.stock.quantizations:
-        lines.append(
-            f"{parsed.stated('quantization')} is not one of vLLM's own: a plugin must register it"
-        )
+        lines.append(f"{parsed.stated('quantization')} is not one of vLLM's own: a plugin must register it")
     return lines

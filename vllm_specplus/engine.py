@@ -31,9 +31,7 @@ def install() -> None:
         return
 
     @functools.wraps(original)
-    def create_speculative_config(
-        self: EngineArgs, target_model_config: Any, target_parallel_config: Any
-    ) -> Any:
+    def create_speculative_config(self: EngineArgs, target_model_config: Any, target_parallel_config: Any) -> Any:
         try:
             return _create(self, original, target_model_config, target_parallel_config)
         except (SpecPlusConfigError, SpecPlusCompatError) as error:
@@ -45,9 +43,7 @@ def install() -> None:
     EngineArgs.create_speculative_config = create_speculative_config
 
 
-def _create(
-    args: EngineArgs, original: Callable[..., Any], model_config: Any, parallel_config: Any
-) -> Any:
+def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, parallel_config: Any) -> Any:
     """vLLM's own SpeculativeConfig where no plugin key is used, else the plugin's subclass of it."""
     given = _given_config(args)
     if given is None:
@@ -60,6 +56,7 @@ def _create(
     if resolved.options is None:
         if resolved.vllm != given:
             args.speculative_config = dict(resolved.vllm)
+            args.spec_method = args.spec_model = args.spec_tokens = None
         return original(args, model_config, parallel_config)
 
     if warning := check_vllm():
@@ -84,14 +81,10 @@ def _given_config(args: EngineArgs) -> dict[str, Any] | None:
     if given is None:
         return flags or None
     if not isinstance(given, dict):
-        raise SpecPlusConfigError(
-            f"speculative_config: {given!r} is not allowed: it must be a JSON object"
-        )
+        raise SpecPlusConfigError(f"speculative_config: {given!r} is not allowed: it must be a JSON object")
     given = {key: value for key, value in given.items() if key not in _ENGINE_KEYS}
     if twice := sorted(flags.keys() & given.keys()):
-        raise SpecPlusConfigError(
-            f"speculative_config: {', '.join(twice)} is given twice: here and by a --spec-* flag"
-        )
+        raise SpecPlusConfigError(f"speculative_config: {', '.join(twice)} is given twice: here and by a --spec-* flag")
     return flags | given
 
 
@@ -131,9 +124,7 @@ def _turn_async_scheduling_off(args: EngineArgs) -> None:
 def _started_by_vllm_command() -> bool:
     """Whether this process is ``vllm ...`` or ``python -m vllm...``, not somebody's own program."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return Path(sys.argv[0]).name == "vllm" or (
-        spec is not None and spec.name.partition(".")[0] == "vllm"
-    )
+    return Path(sys.argv[0]).name == "vllm" or (spec is not None and spec.name.partition(".")[0] == "vllm")
 
 
 def _exit(error: Exception) -> NoReturn:

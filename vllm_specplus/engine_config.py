@@ -1,6 +1,6 @@
 """vLLM's ``SpeculativeConfig`` with the plugin's options on it; pickled to the workers."""
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import SkipValidation, ValidationError
 from vllm.config.speculative import SpeculativeConfig
@@ -16,6 +16,9 @@ _HISTORY_DRAFTER = "vllm_specplus.runners.v1.HistoryDrafter"
 @config
 class SpecPlusSpeculativeConfig(SpeculativeConfig):
     """What vLLM sees of a config with plugin keys."""
+
+    if TYPE_CHECKING:
+        num_speculative_tokens: int
 
     specplus: SkipValidation[SpecPlusOptions] = None  # type: ignore[assignment]
     """The plugin's own keys, resolved."""

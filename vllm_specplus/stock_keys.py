@@ -74,9 +74,7 @@ def stock_keys() -> StockKeys:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(folder) / CONFIG_FILE).is_file():
             return read_stock_keys(Path(folder))
-    raise SpecPlusConfigError(
-        f"cannot check the speculative config: no installed vLLM with {CONFIG_FILE} was found"
-    )
+    raise SpecPlusConfigError(f"cannot check the speculative config: no installed vLLM with {CONFIG_FILE} was found")
 
 
 @functools.lru_cache(maxsize=4)
@@ -108,9 +106,7 @@ def read_stock_keys(package: Path) -> StockKeys:
 
 
 def _unreadable(source: Path, why: str) -> SpecPlusConfigError:
-    return SpecPlusConfigError(
-        f"cannot check the speculative config: vLLM's {source} cannot be read: {why}"
-    )
+    return SpecPlusConfigError(f"cannot check the speculative config: vLLM's {source} cannot be read: {why}")
 
 
 def _parse(source: Path) -> ast.Module:
@@ -136,11 +132,7 @@ def _literals(tree: ast.Module) -> dict[str, tuple[str, ...]]:
 def _literal_values(node: ast.expr, known: Mapping[str, tuple[str, ...]]) -> tuple[Any, ...]:
     if isinstance(node, ast.Name) and node.id in known:
         return known[node.id]
-    if not (
-        isinstance(node, ast.Subscript)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "Literal"
-    ):
+    if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal"):
         raise _NotSimpleError
     members = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     values: list[Any] = []

@@ -85,9 +85,7 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], **sampling: Any) -> list[Any]:
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 48, "ignore_eos": True} | sampling)
-        return self.llm.generate(
-            [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False
-        )
+        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
     def tokens(self, prompts: list[list[int]] = PROMPTS, **sampling: Any) -> list[list[int]]:
         """The token ids of each completion of each prompt, in order."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 
 from tests.e2e.engines import engine, speculative
 from vllm_specplus.config import SpecPlusConfigError
@@ -95,7 +96,7 @@ def test_prompt_at_the_models_length(length: int, tiny: Path) -> None:
     with engine(tiny, HYBRID, max_model_len=256) as e:
         prompt = [i % 9 + 40 for i in range(length)]
         if length == 256:
-            with pytest.raises(ValueError, match="256"):
+            with pytest.raises(VLLMValidationError, match="maximum model length of 256"):
                 e.tokens([prompt], max_tokens=1)
         else:
             assert len(e.tokens([prompt], max_tokens=4)[0]) == 1

@@ -28,9 +28,7 @@ def plain_text(trained: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("engine_kind", ENGINES)
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_greedy_text(
-    proposer: str, engine_kind: str, trained: Path, draft: Path, plain_text: list[list[int]]
-) -> None:
+def test_greedy_text(proposer: str, engine_kind: str, trained: Path, draft: Path, plain_text: list[list[int]]) -> None:
     with engine(trained, speculative(proposer, draft), **ENGINES[engine_kind]) as e:
         assert e.tokens(LONG) == plain_text
         # Once more: what is cached of the first run, in blocks or in a suffix tree, changes no text.

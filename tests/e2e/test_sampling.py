@@ -15,9 +15,7 @@ from tests.e2e.engines import PROMPTS, Engine, engine, speculative
 STRATEGIES = ["topp", "greedy", "target_match"]
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 11}
 # Engine settings that make a random model's JSON end.
-STRUCTURED = {
-    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}
-}
+STRUCTURED = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +47,7 @@ def strategy(request: pytest.FixtureRequest, trained: Path, draft: Path) -> Iter
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_greedy_text(
-    rules: str, strategy: tuple[str, Engine], plain: dict[str, list[list[int]]]
-) -> None:
+def test_greedy_text(rules: str, strategy: tuple[str, Engine], plain: dict[str, list[list[int]]]) -> None:
     assert strategy[1].tokens(**RULES[rules]) == plain[rules]
 
 

@@ -180,9 +180,7 @@ def test_all_nan_is_harmless() -> None:
         ({"max_rows": 0}, ValueError, ["max_rows", "0", "at least 1"]),
     ],
 )
-def test_errors_name_the_argument_and_what_is_allowed(
-    changes: dict, error: type[Exception], words: list[str]
-) -> None:
+def test_errors_name_the_argument_and_what_is_allowed(changes: dict, error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
         verify_draft_tokens(**arguments(**changes))
     for word in words:

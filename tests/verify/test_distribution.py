@@ -53,13 +53,12 @@ def verify(drafts: list[int], **options: object) -> VerifyOutput:
     )
 
 
-def chi_squared(tokens: torch.Tensor, p: np.ndarray) -> tuple[float, float]:
-    """Statistic and p-value; a token of probability 0 makes them infinite and 0."""
+def chi_squared(tokens: torch.Tensor, p: np.ndarray) -> float:
+    """p-value of the tokens under p; a token of probability 0 makes it 0."""
     counts = np.bincount(tokens.numpy(), minlength=VOCAB)
     if counts[p == 0].sum():
-        return float("inf"), 0.0
-    result = scipy.stats.chisquare(counts[p > 0], p[p > 0] * counts.sum())
-    return result.statistic, result.pvalue
+        return 0.0
+    return scipy.stats.chisquare(counts[p > 0], p[p > 0] * counts.sum()).pvalue
 
 
 def likeliest(row: int) -> int:
@@ -77,12 +76,10 @@ def second_tokens() -> torch.Tensor:
 
 
 def test_target_match_keeps_the_distribution() -> None:
-    # 8 and 7 tokens are in the nuclei; statistics seen: FIRST and SECOND.
+    # The nuclei hold 6 and 5 tokens. Seen: 3.4 (p = 0.64) and 0.8 (p = 0.94).
     for row, tokens in ((0, first_tokens()), (1, second_tokens())):
         assert len(tokens) > 3000
-        statistic, p_value = chi_squared(tokens, target(row))
-        print(f"row {row}: {statistic:.1f}, p = {p_value:.3f}")
-        assert p_value > LIMIT
+        assert chi_squared(tokens, target(row)) > LIMIT
 
 
 def test_power_against_a_fresh_draw_after_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +94,8 @@ def test_power_against_a_fresh_draw_after_rejection(monkeypatch: pytest.MonkeyPa
         return scan(later, layout, drafts, accepted, None)
 
     monkeypatch.setattr(torch_backend, "_scan", draw_again)
-    statistic, p_value = chi_squared(first_tokens(), target(0))
-    print(f"{statistic:.1f}, p = {p_value:.3g}")
-    assert p_value < LIMIT / 1000
+    # The statistic moves from 3.4 to 4898.
+    assert chi_squared(first_tokens(), target(0)) < LIMIT / 1000
 
 
 def test_power_against_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +104,10 @@ def test_power_against_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     The first tokens cannot show it; the second ones, given the first, do.
     """
     noise = torch_backend.gumbel_noise
-    monkeypatch.setattr(
-        torch_backend, "gumbel_noise", lambda seeds, p, size: noise(seeds, p * 0, size)
-    )
-    assert chi_squared(first_tokens(), target(0))[1] > LIMIT
-    statistic, p_value = chi_squared(second_tokens(), target(1))
-    print(f"{statistic:.1f}, p = {p_value:.3g}")
-    assert p_value < LIMIT / 1000
+    monkeypatch.setattr(torch_backend, "gumbel_noise", lambda seeds, p, size: noise(seeds, p * 0, size))
+    assert chi_squared(first_tokens(), target(0)) > LIMIT
+    # The statistic moves from 0.8 to 2425.
+    assert chi_squared(second_tokens(), target(1)) < LIMIT / 1000
 
 
 def test_topp_emits_the_renormalised_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +118,9 @@ def test_topp_emits_the_renormalised_candidates(monkeypatch: pytest.MonkeyPatch)
         assert (out.num_tokens == 1).all()
         return out.token_ids[:, 0]
 
-    statistic, p_value = chi_squared(tokens(), target(0, size=4))
-    print(f"{statistic:.1f}, p = {p_value:.3f}")
-    assert p_value > LIMIT
-    # Bug: what falls outside the candidates goes to the likeliest token.
+    assert chi_squared(tokens(), target(0, size=4)) > LIMIT
+    # Bug: what falls outside the candidates goes to the likeliest token. The statistic moves from
+    # 3.5 to 416.
     sample = torch_backend._sample
 
     def to_the_first(nucleus, noise):
@@ -136,9 +128,7 @@ def test_topp_emits_the_renormalised_candidates(monkeypatch: pytest.MonkeyPatch)
         return torch.where(drawn == sample(nucleus, noise), drawn, nucleus.z.argmax(dim=1))
 
     monkeypatch.setattr(torch_backend, "_sample", to_the_first)
-    statistic, p_value = chi_squared(tokens(), target(0, size=4))
-    print(f"with the bug: {statistic:.1f}, p = {p_value:.3g}")
-    assert p_value < LIMIT / 1000
+    assert chi_squared(tokens(), target(0, size=4)) < LIMIT / 1000
 
 
 def test_topp_is_lossy_as_documented() -> None:
@@ -149,16 +139,14 @@ def test_topp_is_lossy_as_documented() -> None:
     assert (first == draft).all()
 
 
-def decode(
-    table: torch.Tensor, plan: Iterable[tuple[list[int], str]], strategy: str, seed: int
-) -> list[int]:
+def decode(table: torch.Tensor, plan: Iterable[tuple[list[int], str]], strategy: str, seed: int) -> list[int]:
     """Text of a toy model, whose next logits are a function of position and last token."""
     text = [0]
     for drafts, policy in plan:
         fed = [text[-1], *drafts]
         positions = torch.arange(len(text) - 1, len(text) - 1 + len(fed))
         out = verify_draft_tokens(
-            torch.stack([table[p % len(table), token] for p, token in zip(positions, fed)]),
+            torch.stack([table[p % len(table), token] for p, token in zip(positions, fed, strict=True)]),
             torch.tensor([0, len(fed)]),
             torch.tensor([*drafts, -1]),
             torch.tensor([0.9]),
@@ -179,11 +167,9 @@ def decode(
     strategy=st.sampled_from(["target_match", "greedy"]),
     seed=st.integers(-(2**63), 2**63 - 1),
 )
-def test_text_does_not_depend_on_drafts(
-    drafts: list[list[int]], policies: list[str], strategy: str, seed: int
-) -> None:
+def test_text_does_not_depend_on_drafts(drafts: list[list[int]], policies: list[str], strategy: str, seed: int) -> None:
     table = torch.randn(7, 5, 5, generator=torch.Generator().manual_seed(seed % 1000)) * 1.5
-    text = decode(table, zip(drafts, policies), strategy, seed)
+    text = decode(table, zip(drafts, policies, strict=False), strategy, seed)
     alone = decode(table, [([], "normal")] * (len(text) - 1), strategy, seed)
     assert text == alone
 

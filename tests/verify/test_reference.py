@@ -1,5 +1,7 @@
 """The specification against examples worked by hand, and against a second, unlike implementation.
 
+Every example is given to the torch backend as well.
+
 Rows are mostly logs of the probabilities 1/2, 1/4, 1/8, 1/8, so that masses can be read off.
 """
 
@@ -8,9 +10,11 @@ import math
 import pytest
 import torch
 
-from vllm_specplus.verify import reference
+from vllm_specplus.verify import reference, torch_backend
 from vllm_specplus.verify.checks import make_inputs
 from vllm_specplus.verify.noise import gumbel_noise
+
+from .cases import assert_same
 
 LOGS = [math.log(p) for p in (0.5, 0.25, 0.125, 0.125)]
 INF = math.inf
@@ -18,8 +22,10 @@ NAN = math.nan
 ORDER = [0, 1, 2, 3]
 
 
-def run(rows: list[list[float]], drafts: list[int], temperature: float = 1.0, **options) -> list:
-    """Tokens of one request; filters are given as numbers."""
+def run(
+    rows: list[list[float]], drafts: list[int], temperature: float = 1.0, on_bonus_row: int = -1, **options
+) -> list:
+    """Tokens of one request, by the specification; filters are given as numbers."""
     for name in ("top_p", "min_p"):
         if name in options:
             options[name] = torch.tensor([options[name]])
@@ -38,13 +44,15 @@ def run(rows: list[list[float]], drafts: list[int], temperature: float = 1.0, **
     inputs = make_inputs(
         logits=torch.tensor(rows),
         cu_num_rows=torch.tensor([0, len(rows)]),
-        draft_token_ids=torch.tensor([*drafts, -1]),
+        draft_token_ids=torch.tensor([*drafts, on_bonus_row]),
         temperature=torch.tensor([temperature]),
         seeds=torch.tensor([7]),
         positions=torch.arange(len(rows)),
         **arguments,
     )
-    return reference.verify_request(inputs, 0)
+    expected = reference.verify(inputs)
+    assert_same(torch_backend.verify(inputs), expected)
+    return expected.token_ids[0, : int(expected.num_tokens)].tolist()
 
 
 @pytest.mark.parametrize(
@@ -82,6 +90,10 @@ def run(rows: list[list[float]], drafts: list[int], temperature: float = 1.0, **
 )
 def test_nucleus(top_p: float, top_k: int, min_p: float, kept: int) -> None:
     assert reference.nucleus(LOGS, ORDER, top_p, top_k, min_p) == ORDER[:kept]
+    filters = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    for draft in ORDER:
+        tokens = run([LOGS, LOGS], [draft], strategy="topp", **filters)
+        assert (len(tokens) == 2) == (draft < kept)
 
 
 def test_nucleus_is_cut_among_equals_by_token_id() -> None:
@@ -182,6 +194,9 @@ def test_topp_window() -> None:
     assert run(rows, [1, 0, 0], verify_window=3, **options) == [0]
     # The run goes on after a window, and a second window may follow.
     assert run([LOGS] * 5, [1, 0, 1, 0], verify_window=1, **options) == [1, 0, 1, 0, 0]
+    # A bonus row holds no draft, whatever stands there.
+    assert run(rows, [1, 0, 0], on_bonus_row=0, verify_window=3, **options) == [0]
+    assert run(rows[:2], [1], on_bonus_row=0, verify_window=1, **options) == [0]
     # Temperature 0 is greedy: no window.
     assert run(rows, [1, 0, 0], temperature=0.0, verify_window=1, **options) == [0]
 
@@ -235,6 +250,11 @@ def test_never_accepted(row: list[float], draft: int, strategy: str, policy: str
 def test_infinite_logits_win(strategy: str) -> None:
     row = [0.0, 1e4, INF, INF]
     assert run([row, row], [2], strategy=strategy) == [2, 2]
+
+
+def test_top_p_of_one_keeps_tokens_of_vanishing_weight() -> None:
+    assert len(run([[1e4, -1e4, 0.0]] * 2, [1], strategy="topp", top_p=1.0)) == 2
+    assert len(run([[1e4, -1e4, 0.0]] * 2, [1], strategy="topp", top_p=0.9999)) == 1
 
 
 def test_extreme_logits_are_certain() -> None:

@@ -36,7 +36,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=1200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes)
 def test_equals_reference(shape: Shape) -> None:
     inputs = make_case(shape)

@@ -35,11 +35,9 @@ log1p_neg = gumbel._log1p_neg_stable
 
 
 @triton.jit
-def noise_kernel(
-    seeds_ptr, positions_ptr, hash_ptr, uniform_ptr, noise_ptr, vocab_size, BLOCK: tl.constexpr
-):
+def noise_kernel(seeds_ptr, positions_ptr, hash_ptr, uniform_ptr, noise_ptr, vocab_size, block_size: tl.constexpr):
     i_row = tl.program_id(0)
-    tokens = tl.arange(0, BLOCK)
+    tokens = tl.arange(0, block_size)
     mask = tokens < vocab_size
     seed = tl.load(seeds_ptr + i_row)
     position = tl.load(positions_ptr + i_row)
@@ -60,7 +58,7 @@ def main(source: str, target: str) -> None:
         "noise": torch.empty(rows, vocab_size),
     }
     block = triton.next_power_of_2(vocab_size)
-    noise_kernel[(rows,)](seeds, positions, *out.values(), vocab_size, BLOCK=block)
+    noise_kernel[(rows,)](seeds, positions, *out.values(), vocab_size, block_size=block)
     for name, temperature in (("samples", 1.0), ("samples_0.7", 0.7)):
         out[name] = gumbel.gumbel_sample(
             logits,

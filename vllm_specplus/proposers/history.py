@@ -53,9 +53,7 @@ class Matcher(Protocol):
     def match_len_cap(self) -> int:
         """The largest `Match.match_len` this matcher reports."""
 
-    def match(
-        self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray
-    ) -> Match:
+    def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
         """Take in what is new in `history` and draft from it.
 
         Args:

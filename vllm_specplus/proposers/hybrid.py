@@ -83,8 +83,7 @@ class HybridDrafter:
         num_steps = self.num_model_steps
         if model_drafts.shape != (len(history.req_ids), num_steps):
             raise ValueError(
-                f"model_drafts has shape {model_drafts.shape}, expected "
-                f"({len(history.req_ids)}, {num_steps})"
+                f"model_drafts has shape {model_drafts.shape}, expected ({len(history.req_ids)}, {num_steps})"
             )
         limits = np.minimum(max_drafts, self.num_speculative_tokens)
         num_model = np.minimum(limits, num_steps).astype(np.int32)
@@ -99,9 +98,7 @@ class HybridDrafter:
         appended = self.matcher.match(history, model_drafts, free_slots)
         token_ids = [
             drafts[:count] + more
-            for drafts, count, more in zip(
-                model_drafts.tolist(), num_model.tolist(), appended.to_lists(), strict=True
-            )
+            for drafts, count, more in zip(model_drafts.tolist(), num_model.tolist(), appended.to_lists(), strict=True)
         ]
         if self.match_override_len:
             copied = alone.to_lists()

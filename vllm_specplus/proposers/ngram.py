@@ -1,5 +1,6 @@
 """N-gram drafting: copy what followed the same words earlier in the request's own text."""
 
+import mmap
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -7,7 +8,8 @@ import numpy as np
 from vllm_specplus.proposers.history import History, Match
 
 _MIN_CAPACITY = 1024  # tokens a request's tables are made for at first
-_ENTRIES_PER_TOKEN = 1.5  # at most two thirds of a table are taken
+_ENTRIES_PER_TOKEN = 2  # at most half of a table is taken
+_HUGE_PAGE_SIZE = 2 << 20
 
 
 class NgramMatcher:
@@ -50,10 +52,7 @@ class NgramMatcher:
         match_len_cap: int = 64,
     ) -> None:
         if not 1 <= min_ngram_size <= max_ngram_size:
-            raise ValueError(
-                f"min_ngram_size={min_ngram_size} must lie between 1 and "
-                f"max_ngram_size={max_ngram_size}"
-            )
+            raise ValueError(f"min_ngram_size={min_ngram_size} must lie between 1 and max_ngram_size={max_ngram_size}")
         if max_num_reqs < 1 or not 1 <= max_model_len < 2**31:
             raise ValueError(
                 f"max_num_reqs={max_num_reqs} and max_model_len={max_model_len} must be at least "
@@ -84,9 +83,7 @@ class NgramMatcher:
         """Memory set aside for the tables of all requests."""
         return sum(table.nbytes for table in self._tables if table is not None)
 
-    def match(
-        self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray
-    ) -> Match:
+    def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
         """See `Matcher.match`.
 
         Raises:
@@ -98,7 +95,9 @@ class NgramMatcher:
         num_tokens = np.ascontiguousarray(history.num_tokens[:num_reqs], np.int64)
         self._check(history.token_ids, num_tokens)
         slots = self._slots_of(history.req_ids)
-        for i in np.flatnonzero(num_tokens > self._state[slots, self._index.CAPACITY]).tolist():
+        # Even an empty history needs tables: the model's drafts are looked up in them.
+        room = self._state[slots, self._index.CAPACITY]
+        for i in np.flatnonzero(np.maximum(num_tokens, 1) > room).tolist():
             self._make_tables(int(slots[i]), int(num_tokens[i]))
 
         if model_drafts is None:
@@ -137,8 +136,7 @@ class NgramMatcher:
     def _check(self, token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
         if token_ids.dtype != np.int32 or not token_ids.flags.c_contiguous:
             raise ValueError(
-                f"token_ids must be C-contiguous int32, got {token_ids.dtype} with strides "
-                f"{token_ids.strides}"
+                f"token_ids must be C-contiguous int32, got {token_ids.dtype} with strides {token_ids.strides}"
             )
         longest = min(self.max_model_len, token_ids.shape[1])
         if len(num_tokens) > len(token_ids) or num_tokens.max(initial=0) > longest:
@@ -169,11 +167,24 @@ class NgramMatcher:
         """Give `slot` empty tables with room for half as many tokens again."""
         index = self._index
         capacity = min(self.max_model_len, max(_MIN_CAPACITY, num_tokens + num_tokens // 2))
-        table_size = int(capacity * _ENTRIES_PER_TOKEN) + 1
+        table_size = capacity * _ENTRIES_PER_TOKEN
         num_sizes = self._sizes[1] - self._sizes[0] + 1
-        table = np.zeros(num_sizes * table_size, np.uint32)
+        table = _zeros(num_sizes * table_size)
         self._tables[slot] = table
         self._state[slot, index.TABLE] = table.ctypes.data
         self._state[slot, index.TABLE_SIZE] = table_size
         self._state[slot, index.CAPACITY] = capacity
+        self._state[slot, index.POSITION_MASK] = (1 << capacity.bit_length()) - 1
         self._state[slot, index.NUM_INDEXED] = 0
+
+
+def _zeros(num_entries: int) -> np.ndarray:
+    """[num_entries] uint32 zeros; on huge pages if large, as random accesses to small ones cost
+    a page walk each."""
+    num_bytes = num_entries * np.dtype(np.uint32).itemsize
+    if num_bytes < _HUGE_PAGE_SIZE:
+        return np.zeros(num_entries, np.uint32)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux only
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint32)

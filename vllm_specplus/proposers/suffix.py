@@ -47,20 +47,13 @@ class SuffixMatcher:
         min_token_prob: float = 0.1,
     ) -> None:
         if max_cached_requests < -1:
-            raise ValueError(
-                f"max_cached_requests={max_cached_requests} must be -1 (unlimited), 0 (none) or "
-                "more"
-            )
+            raise ValueError(f"max_cached_requests={max_cached_requests} must be -1 (unlimited), 0 (none) or more")
         try:
             from arctic_inference.suffix_decoding import SuffixDecodingCache
         except ImportError as error:
-            raise ImportError(
-                "suffix decoding needs arctic-inference: pip install vllm-specplus[suffix]"
-            ) from error
+            raise ImportError("suffix decoding needs arctic-inference: pip install vllm-specplus[suffix]") from error
         # The cache itself takes -1 as "no limit".
-        self._cache = SuffixDecodingCache(
-            max_tree_depth=max_tree_depth, max_cached_requests=max_cached_requests
-        )
+        self._cache = SuffixDecodingCache(max_tree_depth=max_tree_depth, max_cached_requests=max_cached_requests)
         self.max_tree_depth = max_tree_depth
         self.max_spec_factor = max_spec_factor
         self.min_token_prob = min_token_prob
@@ -68,7 +61,11 @@ class SuffixMatcher:
 
     @property
     def match_len_cap(self) -> int:
-        """The largest match length reported: one slot of the tree's depth is the continuation."""
+        """The largest match length reported: the tree's depth holds the drafts as well.
+
+        The cache answers with its best-scored match, not the longest: with k drafts expected
+        after each of them, matches count at most `max_tree_depth` - k tokens.
+        """
         return self.max_tree_depth - 1
 
     @property
@@ -76,9 +73,7 @@ class SuffixMatcher:
         """Responses in the tree that all requests share."""
         return len(self._cache.cached_requests)
 
-    def match(
-        self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray
-    ) -> Match:
+    def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
         """See `Matcher.match`. A request without output yet (prefill) is left for later."""
         num_reqs = len(history.req_ids)
         token_ids = np.full((num_reqs, int(max_drafts.max(initial=0))), -1, np.int32)

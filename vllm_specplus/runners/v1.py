@@ -49,8 +49,9 @@ def installed(options: SpecPlusOptions) -> Iterator[None]:
 def bind(runner: Any) -> None:
     """Give the drafter and the samplers of a built runner what vLLM does not pass to them."""
     for part in ("drafter", "sampler", "rejection_sampler"):
-        if hasattr(bound := getattr(runner, part, None), "bind"):
-            bound.bind(runner)
+        take_runner = getattr(getattr(runner, part, None), "bind", None)
+        if take_runner is not None:
+            take_runner(runner)
 
 
 def make_matcher(kind: str, vllm_config: Any) -> Matcher:
@@ -68,6 +69,7 @@ def make_matcher(kind: str, vllm_config: Any) -> Matcher:
         vllm_config.model_config.max_model_len,
         min_ngram_size=options.min_ngram_size,
         max_ngram_size=options.max_ngram_size,
+        match_len_cap=max(options.match_override_len, 1),
     )
 
 
@@ -83,9 +85,7 @@ class _HostHistory:
         unfinished = self._runner.requests
         return unfinished if len(unfinished) <= self._max_kept else self._runner.input_batch.req_ids
 
-    def take(
-        self, sampled: list[list[int]], width: int, *, on_host: bool = True
-    ) -> tuple[History, np.ndarray]:
+    def take(self, sampled: list[list[int]], width: int, *, on_host: bool = True) -> tuple[History, np.ndarray]:
         """The history of the batch, this step's tokens included.
 
         Args:
@@ -122,9 +122,7 @@ class HistoryDrafter:
     def __init__(self, vllm_config: Any):
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         self._width = options.num_speculative_tokens
-        self._matcher = (
-            None if options.method == "naive" else make_matcher(options.method, vllm_config)
-        )
+        self._matcher = None if options.method == "naive" else make_matcher(options.method, vllm_config)
 
     def bind(self, runner: Any) -> None:
         self._history = _HostHistory(runner)
@@ -214,9 +212,7 @@ class _HybridMixin:
         """Run the model's steps, then fill the slots after them; one list of drafts per request."""
         steps = min(num_speculative_tokens, self._steps)
         model_drafts = super().propose(steps, *args, **kwargs)  # type: ignore[misc]
-        history, room = self._history.take(
-            self._sampled, num_speculative_tokens, on_host=self._sampled_on_host
-        )
+        history, room = self._history.take(self._sampled, num_speculative_tokens, on_host=self._sampled_on_host)
         self._matcher.retain(self._history.live())
         drafts = self._drafter.draft(history, model_drafts.cpu().numpy(), room)
         self._model_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
@@ -232,9 +228,7 @@ class _HybridMixin:
             return None
         batch, steps, vocab = model_probs.shape
         probs = model_probs.new_zeros(batch, width, vocab)
-        for i, (tokens, num_model) in enumerate(
-            zip(drafts.token_ids, drafts.num_model.tolist(), strict=True)
-        ):
+        for i, (tokens, num_model) in enumerate(zip(drafts.token_ids, drafts.num_model.tolist(), strict=True)):
             kept = min(num_model, steps)
             probs[i, :kept] = model_probs[i, :kept]
             matched = torch.tensor(tokens[kept:], dtype=torch.int64, device=probs.device)

@@ -69,9 +69,7 @@ class _Verifier:
         ).token_ids
 
     @staticmethod
-    def _seeds(
-        generators: dict[int, torch.Generator], num_reqs: int, device: torch.device
-    ) -> torch.Tensor:
+    def _seeds(generators: dict[int, torch.Generator], num_reqs: int, device: torch.device) -> torch.Tensor:
         """[num_reqs] int64: the request's own seed where it has one, else a fresh one each step."""
         seeds = torch.randint(2**62, (num_reqs,), device=device)
         if given := {i: g.initial_seed() for i, g in generators.items() if i < num_reqs}:
@@ -126,9 +124,7 @@ class StrategyRejectionSampler(RejectionSampler):
         draft_rows, bonus_rows = metadata.target_logits_indices, metadata.bonus_logits_indices
         raw_bonus = logits[bonus_rows].to(torch.float32)
         raw_target = logits[draft_rows].to(torch.float32)
-        bonus = self.sampler.apply_logits_processors(
-            raw_bonus.clone(), sampling_metadata, predict_bonus_token=True
-        )
+        bonus = self.sampler.apply_logits_processors(raw_bonus.clone(), sampling_metadata, predict_bonus_token=True)
         target = self.apply_logits_processors(raw_target.clone(), sampling_metadata, metadata)
 
         processed = torch.empty_like(logits, dtype=torch.float32)
@@ -137,16 +133,14 @@ class StrategyRejectionSampler(RejectionSampler):
         drafts = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
         drafts[draft_rows] = metadata.draft_token_ids.long()
         cu_num_rows = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
-        tokens = self._verifier(
-            processed, cu_num_rows, drafts, metadata.logits_indices, sampling_metadata
-        ).to(torch.int32)
+        tokens = self._verifier(processed, cu_num_rows, drafts, metadata.logits_indices, sampling_metadata).to(
+            torch.int32
+        )
 
         if sampling_metadata.max_num_logprobs is None:
             return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
         if self.is_processed_logprobs_mode:
-            raw_target = apply_sampling_constraints(
-                target, metadata.cu_num_draft_tokens, sampling_metadata
-            )
+            raw_target = apply_sampling_constraints(target, metadata.cu_num_draft_tokens, sampling_metadata)
             raw_bonus = self._processed_bonus(logits[bonus_rows], sampling_metadata)
         logprobs = self._get_logprobs_tensors(
             sampling_metadata.max_num_logprobs, metadata, logits, raw_target, raw_bonus, tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import random
 import sysconfig
 from collections.abc import Iterator
@@ -20,17 +21,27 @@ _SKIPPED = {
     "lib2to3", "__pycache__",
 }  # fmt: skip
 _HELD_OUT_SHARE = 8
-_WORDS = (
-    "amber bridge cedar delta ember falcon garnet harbor indigo jasmine kernel lantern maple north "
-    "onyx pebble quartz river saffron timber umber violet willow yarrow zephyr"
-).split()
+# Values and replacement names of the synthetic sequences.
+_WORDS = [
+    "amber", "bridge", "cedar", "delta", "ember", "falcon", "garnet", "harbor", "indigo", "jasmine",
+    "kernel", "lantern", "maple", "north", "onyx", "pebble", "quartz", "river", "saffron", "timber",
+    "umber", "violet", "willow", "yarrow", "zephyr",
+]  # fmt: skip
 
 
 def library_files() -> list[Path]:
-    """Return the standard library's source files in a fixed order."""
+    """Return the standard library's source files in a fixed order.
+
+    Raises RuntimeError if this Python has come without them.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    files = (path.relative_to(root) for path in root.rglob("*.py"))
-    return [root / path for path in sorted(files) if not _SKIPPED.intersection(path.parts)]
+    kept: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = sorted(set(below) - _SKIPPED)
+        kept += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    if not kept:
+        raise RuntimeError(f"the training text, the standard library's sources, is not in {root}")
+    return kept
 
 
 def is_held_out(path: Path) -> bool:
@@ -60,9 +71,7 @@ class Sampler:
     from its context, which the library's sources alone teach too slowly.
     """
 
-    def __init__(
-        self, stream: np.ndarray, *, repeat_share: float, json_share: float, seed: int
-    ) -> None:
+    def __init__(self, stream: np.ndarray, *, repeat_share: float, json_share: float, seed: int) -> None:
         self.stream = stream
         self.repeat_share = repeat_share
         self.json_share = json_share

@@ -143,16 +143,26 @@ def randomise(net: TinyNet, seed: int) -> None:
         if name.endswith("bias"):
             nn.init.zeros_(weight)
         elif weight.ndim == 2:
-            gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
-            std = gain * weight.shape[1] ** -0.5 if "embed_tokens" not in name else 1.0
-            nn.init.normal_(weight, std=std, generator=generator)
+            nn.init.normal_(weight, std=_random_std(name, weight), generator=generator)
     with torch.no_grad():
         printable = torch.zeros(net.shape.vocab_size, 1)
         printable[[10, *range(32, 127)]] = 1.0
         net.lm_head.weight.mul_(printable)
         if net.shape.num_mtp_layers:
             projection = net.model.mtp_layers[0].input_proj.weight
+            projection[:, : net.shape.width] *= 0.5
             projection[:, net.shape.width :] = torch.eye(net.shape.width)
+
+
+def _random_std(name: str, weight: torch.Tensor) -> float:
+    if "embed_tokens" in name:
+        return 1.0
+    gain = 1.0
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        gain = 2.0
+    elif name.endswith(("o_proj.weight", "down_proj.weight")):
+        gain = 0.3 if "mtp_layers" in name else 0.5
+    return gain * weight.shape[1] ** -0.5
 
 
 def _parser() -> argparse.ArgumentParser:

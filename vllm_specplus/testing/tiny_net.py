@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-ROPE_THETA = 10_000.0
+ROPE_THETA = 1_000_000.0
 NORM_EPS = 1e-6
 MAX_POSITIONS = 8192
 
@@ -102,9 +102,7 @@ class Attention(nn.Module):
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        mixed = functional.scaled_dot_product_attention(
-            rotate(q, rotary), rotate(k, rotary), v, is_causal=True
-        )
+        mixed = functional.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v, is_causal=True)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, width))
 
 

@@ -75,9 +75,7 @@ def make_inputs(
     )
 
 
-def _check_tensors(
-    logits: torch.Tensor, temperature: torch.Tensor, others: Mapping[str, object]
-) -> None:
+def _check_tensors(logits: torch.Tensor, temperature: torch.Tensor, others: Mapping[str, object]) -> None:
     """Check dtypes, shapes and devices; logits and temperature set the sizes of the others."""
     _check_tensor("logits", logits, _FLOAT_LOGITS, 2)
     if logits.shape[1] == 0:
@@ -144,9 +142,7 @@ def _check_integer(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} is {value}; allowed: an integer, at least {least}")
 
 
-def _check_tensor(
-    name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int
-) -> torch.Tensor:
+def _check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is {type(value).__name__}; allowed: torch.Tensor")
     if value.dtype not in dtypes:
@@ -166,10 +162,7 @@ def _check_values(
     min_p: torch.Tensor | None,
 ) -> None:
     if cu[0] != 0 or cu[-1] != rows or bool((cu[1:] < cu[:-1]).any()):
-        raise ValueError(
-            f"cu_num_rows is {cu.tolist()}; allowed: never falling, from 0 to {rows}, the rows "
-            "of logits"
-        )
+        raise ValueError(f"cu_num_rows is {cu.tolist()}; allowed: never falling, from 0 to {rows}, the rows of logits")
     _check_range("temperature", temperature, 0.0, float("inf"))
     _check_range("top_p", top_p, 0.0, 1.0)
     _check_range("top_k", top_k, -1, float("inf"))

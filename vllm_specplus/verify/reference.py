@@ -126,9 +126,7 @@ def read_row(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> Row:
     return Row(order, candidates, emits, draft)
 
 
-def nucleus(
-    values: list[float], order: list[int], top_p: float, top_k: int, min_p: float
-) -> list[int]:
+def nucleus(values: list[float], order: list[int], top_p: float, top_k: int, min_p: float) -> list[int]:
     """The first so many of `order` that min-p, then top-k, then top-p leave."""
     best = values[order[0]]
     if best == -math.inf:

@@ -19,8 +19,8 @@ from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 _NEG_INF = float("-inf")
 _POS_INF = float("inf")
 
-# Logits worked on at a time. Some ten temporaries of this many elements are alive at once.
-_CHUNK_ELEMENTS = 1 << 21
+# Logits worked on at a time (at least one row): few enough for the temporaries to stay in a cache.
+_CHUNK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,9 @@ class _Nucleus:
     """Some rows and what decides whether a token is one of their candidates."""
 
     z: torch.Tensor  # [n, vocab] float32
-    below_best: torch.Tensor  # [n, vocab] float32: z - max z, at most 0
-    weight: torch.Tensor | None  # [n, vocab] float32: exp(below_best), if masses are needed
+    weight: torch.Tensor | None  # [n, vocab] float32: exp(z - max z), if a filter needs it
     mass: torch.Tensor | None  # [n] float32: the mass above a candidate is less than this
-    log_min_p: torch.Tensor | None  # [n] float32: below_best of a candidate is at least this
+    min_p: torch.Tensor | None  # [n] float32: the weight of a candidate is at least this
     floor: torch.Tensor | None  # [n] float32: z of a token that top-k keeps is at least this
     max_rank: torch.Tensor | None  # [n] int64: the rank of a candidate is less than this
 
@@ -165,9 +164,7 @@ def _emit_chunk(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> to
         token[~sampled] = _rows_of_z(inputs, layout, rows[~sampled]).argmax(dim=1)
     if sampled.any():
         rows = rows[sampled]
-        noise = gumbel_noise(
-            inputs.seeds[request[sampled]], inputs.positions[rows], inputs.vocab_size
-        )
+        noise = gumbel_noise(inputs.seeds[request[sampled]], inputs.positions[rows], inputs.vocab_size)
         token[sampled] = _sample(_read_nucleus(inputs, layout, rows), noise)
     return token
 
@@ -175,8 +172,9 @@ def _emit_chunk(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> to
 def _sample(nucleus: _Nucleus, noise: torch.Tensor) -> torch.Tensor:
     """``[n]`` int64: the argmax of z + noise among the candidates of each row."""
     score = nucleus.z + noise
-    if nucleus.log_min_p is not None:
-        score.masked_fill_(nucleus.below_best < nucleus.log_min_p[:, None], _NEG_INF)
+    if nucleus.min_p is not None:
+        assert nucleus.weight is not None
+        score.masked_fill_(nucleus.weight < nucleus.min_p[:, None], _NEG_INF)
     if nucleus.floor is not None:
         score.masked_fill_(nucleus.z < nucleus.floor[:, None], _NEG_INF)
     token = score.argmax(dim=1)
@@ -205,8 +203,9 @@ def _is_candidate(nucleus: _Nucleus, tokens: torch.Tensor) -> tuple[torch.Tensor
     before = (z == z_token).logical_and_(ids < at).logical_or_(z > z_token)
     rank = before.sum(dim=1)
     inside = torch.ones_like(rank, dtype=torch.bool)
-    if nucleus.log_min_p is not None:
-        inside &= nucleus.below_best.gather(1, at)[:, 0] >= nucleus.log_min_p
+    if nucleus.min_p is not None:
+        assert nucleus.weight is not None
+        inside &= nucleus.weight.gather(1, at)[:, 0] >= nucleus.min_p
     if nucleus.max_rank is not None:
         inside &= rank < nucleus.max_rank
     if nucleus.mass is not None:
@@ -218,20 +217,18 @@ def _is_candidate(nucleus: _Nucleus, tokens: torch.Tensor) -> tuple[torch.Tensor
 def _read_nucleus(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> _Nucleus:
     request = layout.request[rows]
     z = _rows_of_z(inputs, layout, rows)
-    best = z.amax(dim=1, keepdim=True)
-    # inf - inf is no number, but it stands for a token that ties with the best.
-    below_best = (z - best).nan_to_num_(nan=0.0, posinf=_POS_INF, neginf=_NEG_INF)
-    log_min_p = None if inputs.min_p is None else inputs.min_p[request].log()
-    weight = None if inputs.top_p is None else below_best.exp()
-    mass = max_rank = floor = None
-    if weight is not None:
-        mass = _sum_from(weight, below_best, log_min_p)
+    min_p = None if inputs.min_p is None else inputs.min_p[request]
+    weight = mass = max_rank = floor = None
+    if inputs.top_p is not None or min_p is not None:
+        best = z.amax(dim=1, keepdim=True)
+        weight = _weigh(z, best)
+    if inputs.top_p is not None:
+        mass = _mass_left(weight, min_p)
     if inputs.top_k is not None:
         max_rank, floor, values = _top_k(z, inputs.top_k[request])
         if mass is not None and values is not None:
-            below = (values - best).nan_to_num_(nan=0.0, posinf=_POS_INF, neginf=_NEG_INF)
             kept = torch.arange(values.shape[1], device=z.device) < max_rank[:, None]
-            mass_of_k = _sum_from(below.exp().mul_(kept), below, log_min_p)
+            mass_of_k = _mass_left(_weigh(values, best) * kept, min_p)
             mass = torch.where(max_rank < inputs.vocab_size, mass_of_k, mass)
     if mass is not None:
         assert inputs.top_p is not None
@@ -240,21 +237,22 @@ def _read_nucleus(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> 
     if inputs.max_candidate_len is not None:
         cap = torch.full_like(request, inputs.max_candidate_len)
         max_rank = cap if max_rank is None else torch.minimum(max_rank, cap)
-    return _Nucleus(z, below_best, weight, mass, log_min_p, floor, max_rank)
+    return _Nucleus(z, weight, mass, min_p, floor, max_rank)
 
 
-def _sum_from(
-    weight: torch.Tensor, below_best: torch.Tensor, log_min_p: torch.Tensor | None
-) -> torch.Tensor:
+def _weigh(z: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    # inf - inf is no number, but it stands for a token that ties with the best.
+    return (z - best).nan_to_num_(nan=0.0, posinf=_POS_INF, neginf=_NEG_INF).exp_()
+
+
+def _mass_left(weight: torch.Tensor, min_p: torch.Tensor | None) -> torch.Tensor:
     """``[n]`` float32: the sum of the weights that min-p leaves."""
-    if log_min_p is not None:
-        weight = weight.masked_fill(below_best < log_min_p[:, None], 0.0)
+    if min_p is not None:
+        weight = weight * (weight >= min_p[:, None])
     return weight.sum(dim=1)
 
 
-def _top_k(
-    z: torch.Tensor, top_k: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def _top_k(z: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """How many tokens top-k keeps, the z of the last one, and the largest z in falling order.
 
     Returns:
@@ -276,9 +274,7 @@ def _rows_of_z(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> tor
     return _scale(inputs, layout, rows, inputs.logits[rows])
 
 
-def _scale(
-    inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor, logits: torch.Tensor
-) -> torch.Tensor:
+def _scale(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """``[n, any]`` float32: z of some logits of each row, which are copied, never changed."""
     z = logits.to(torch.float32).nan_to_num(nan=_NEG_INF, posinf=_POS_INF, neginf=_NEG_INF)
     if inputs.strategy == "greedy":

@@ -1,0 +1,132 @@
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.proposers.reference import make_history
+from vllm_specplus.proposers import HybridDrafter, SuffixMatcher
+
+pytest.importorskip("arctic_inference")
+from arctic_inference.suffix_decoding import SuffixDecodingCache
+from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
+
+MAX_LEN = 256
+
+
+def match_one(matcher, req_id, prompt, output, drafts=None, max_drafts=4):
+    history = make_history({req_id: [*prompt, *output]}, MAX_LEN, len(prompt))
+    model_drafts = None if drafts is None else np.array([drafts])
+    return matcher.match(history, model_drafts, np.array([max_drafts]))
+
+
+def vllm_proposer(max_cached_requests):
+    """vLLM's own proposer, without the config objects that its constructor wants."""
+    proposer = object.__new__(SuffixDecodingProposer)
+    proposer.num_speculative_tokens = 5
+    proposer.max_tree_depth = 12
+    proposer.max_spec_factor = 2.0
+    proposer.min_token_prob = 0.1
+    proposer.max_model_len = MAX_LEN
+    proposer.suffix_cache = SuffixDecodingCache(12, max_cached_requests)
+    return proposer
+
+
+@pytest.mark.parametrize("max_cached_requests", [0, 3, 1000])
+def test_alone_it_drafts_what_vllms_proposer_drafts(max_cached_requests):
+    """Requests come and go, and the cache is too small for them in one of the cases."""
+    rng = np.random.default_rng(0)
+    theirs = vllm_proposer(max_cached_requests)
+    ours = SuffixMatcher(max_tree_depth=12, max_cached_requests=max_cached_requests, max_spec_factor=2.0)
+    texts, num_drafts = {}, 0
+    for step in range(60):
+        if step % 6 == 0:
+            texts = dict(list(texts.items())[2:])
+            texts |= {f"{step}-{k}": rng.integers(0, 4, 20).tolist() for k in range(2)}
+        new = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in texts]
+        texts = {req_id: text + more for (req_id, text), more in zip(texts.items(), new, strict=True)}
+        history = make_history(texts, MAX_LEN, 20)
+        batch = SimpleNamespace(
+            req_ids=history.req_ids,
+            req_id_to_index={req_id: i for i, req_id in enumerate(texts)},
+            num_tokens_no_spec=history.num_tokens,
+            num_prompt_tokens=history.num_prompt_tokens,
+            token_ids_cpu=history.token_ids,
+        )
+        expected = theirs.propose(5, batch, new)
+        assert ours.match(history, None, np.full(len(texts), 5)).to_lists() == expected
+        ours.retain(texts)
+        num_drafts += sum(map(len, expected))
+    assert num_drafts > 100
+
+
+def test_model_drafts_extend_the_context_and_are_not_remembered():
+    matcher = SuffixMatcher()
+    prompt = [1, 2, 3, 4, 5, 6]
+    first = match_one(matcher, "a", prompt, [9], drafts=[2, 3], max_drafts=2)
+    assert first.to_lists() == [[4, 5]]
+    assert match_one(matcher, "a", prompt, [9, 9]).to_lists()[0][:2] != [2, 3]
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(-1, 40), (7, 7), (0, 0)])
+def test_cached_responses(limit, kept):
+    matcher = SuffixMatcher(max_cached_requests=limit)
+    for k in range(40):
+        match_one(matcher, f"{k}", [k], [100 + k, 200 + k, 300 + k])
+        matcher.retain([])
+    assert matcher.num_cached_requests == kept
+    drafts = match_one(matcher, "new", [0], [5, 100, 200]).to_lists()[0]
+    assert drafts == ([300] if limit == -1 else [])
+
+
+def test_a_request_without_output_is_left_for_later():
+    matcher = SuffixMatcher()
+    assert match_one(matcher, "a", [1, 2, 3, 1, 2], []).to_lists() == [[]]
+    assert match_one(matcher, "a", [1, 2, 3, 1], [2]).to_lists()[0][0] == 3
+
+
+def test_no_drafts_wanted_still_feeds_the_cache():
+    matcher = SuffixMatcher()
+    assert match_one(matcher, "a", [1], [7, 8, 9], max_drafts=0).to_lists() == [[]]
+    assert match_one(matcher, "b", [2], [5, 7, 8]).to_lists()[0][0] == 9
+
+
+@pytest.mark.parametrize("changed", [[7, 7, 7, 7], [7], [4, 5, 6, 4, 5]])
+def test_a_reused_id_starts_anew(changed):
+    """Other content, a shorter history, and another prompt, all under the same id."""
+    matcher, fresh = SuffixMatcher(), SuffixMatcher()
+    match_one(matcher, "a", [1, 2, 3], [4, 5, 6])
+    expected = match_one(fresh, "a", [1, 2], changed).to_lists()
+    assert match_one(matcher, "a", [1, 2], changed).to_lists() == expected
+    assert matcher.num_cached_requests == 1
+
+
+def test_hybrid_override_reaches_the_suffix_matchers_cap():
+    drafter = HybridDrafter(
+        SuffixMatcher(max_tree_depth=8),
+        num_model_steps=1,
+        num_speculative_tokens=1,
+        match_override_len=7,
+    )
+    text = [*range(20), *range(12)]
+    history = make_history({"a": text}, MAX_LEN, 20)
+    drafts = drafter.draft(history, np.array([[99]]), np.array([1]))
+    assert (drafts.token_ids, drafts.num_model.tolist()) == ([[12]], [0])
+    with pytest.raises(ValueError, match="at most 7"):
+        HybridDrafter(
+            SuffixMatcher(max_tree_depth=8),
+            num_model_steps=1,
+            num_speculative_tokens=1,
+            match_override_len=8,
+        )
+
+
+def test_without_arctic_inference(monkeypatch):
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    with pytest.raises(ImportError, match=r"pip install vllm-specplus\[suffix\]"):
+        SuffixMatcher()
+
+
+def test_limit_below_unlimited():
+    with pytest.raises(ValueError, match="max_cached_requests=-2"):
+        SuffixMatcher(max_cached_requests=-2)
