@@ -64,7 +64,7 @@ def test_vocabulary_of_the_draft_model_must_fit(tiny: Path, draft: Path, tmp_pat
         (other / file.name).write_bytes(file.read_bytes())
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 384}))
-    with pytest.raises(SpecPlusConfigError, match="vocab_size=320.*vocab_size=384"):
+    with pytest.raises(SpecPlusConfigError, match=r"vocab_size=320.*vocab_size=384"):
         create(tiny, speculative("draft_model_ngram", other))
 
 
@@ -106,9 +106,9 @@ def test_prompt_at_the_models_length(length: int, tiny: Path) -> None:
 @pytest.mark.parametrize("config", ["{'method': 'mtp'}", "[1, 2]", json.dumps(HYBRID | {"num_model_steps": 9})])
 def test_command_line(config: str, tiny: Path) -> None:
     """One message, exit code 2, no traceback, and no weights loaded."""
+    vllm = Path(sys.executable).with_name("vllm")
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("vllm")), "serve", str(tiny)]
-        + ["--speculative-config", config, "--max-model-len", "256"],
+        [vllm, "serve", tiny, "--speculative-config", config, "--max-model-len", "256"],
         env=os.environ | {"VLLM_LOGGING_LEVEL": "INFO"},
         capture_output=True,
         text=True,

@@ -54,7 +54,7 @@ def test_up_to_the_models_length(proposer: str, tiny: Path, draft: Path) -> None
 
 @pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "draft_model_ngram", "ngram"])
 def test_preempted_and_resumed(proposer: str, trained: Path, draft: Path) -> None:
-    prompts = [PROMPTS[k % 4][:60] + [65 + k] for k in range(8)]
+    prompts = [[*PROMPTS[k % 4][:60], 65 + k] for k in range(8)]
     with engine(trained) as e:
         expected = e.tokens(prompts, max_tokens=120)
     with engine(trained, speculative(proposer, draft), num_gpu_blocks_override=40, block_size=16) as e:

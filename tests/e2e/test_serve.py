@@ -24,6 +24,11 @@ CONFIG = {
     "verify_strategy": "target_match",
 }
 
+OPTIONS = [
+    *("--served-model-name", "tiny", "--host", "127.0.0.1", "--max-model-len", "512", "--enforce-eager"),
+    *("--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--speculative-config", json.dumps(CONFIG)),
+]
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -40,10 +45,7 @@ def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with log.open("w") as out:
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("vllm")), "serve", str(tiny)]
-            + ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1"]
-            + ["--max-model-len", "512", "--enforce-eager", "--dtype", "float32"]
-            + ["--kv-cache-memory-bytes", str(64 << 20), "--speculative-config", json.dumps(CONFIG)],
+            [Path(sys.executable).with_name("vllm"), "serve", tiny, "--port", str(port), *OPTIONS],
             env=environment,
             stdout=out,
             stderr=subprocess.STDOUT,

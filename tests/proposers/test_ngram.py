@@ -194,3 +194,16 @@ def test_arrays_that_do_not_fit():
             matcher.match(History(["a"], token_ids, one, one), None, one)
     with pytest.raises(ValueError, match="do not fit"):
         matcher.match(History(["a"], np.zeros((1, 8), np.int32), one * 9, one), None, one)
+
+
+def test_compiles_where_nothing_can_be_cached(monkeypatch):
+    """numba raises this where neither the package's nor the user's folder is writable."""
+    from vllm_specplus.proposers import _numba
+
+    def njit(*signature, cache=False, nogil):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: (function, nogil)
+
+    monkeypatch.setattr(_numba.nb, "njit", njit)
+    assert _numba.compiled()(len) == (len, True)

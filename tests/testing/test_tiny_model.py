@@ -117,6 +117,16 @@ class TestCheckpoint:
         assert "num_nextn_predict_layers" not in config
         assert not any("mtp" in name for name in load_file(folder / "model.safetensors"))
 
+    def test_some_drafts_of_the_draft_model_agree(self, random_model: Path, tmp_path: Path) -> None:
+        target = load_net(random_model, tiny_model.RANDOM_SHAPE)
+        folder = tiny_model.make_draft_model(tmp_path / "draft")
+        draft = load_net(folder, tiny_model.DRAFT_SHAPE)
+        prompt = list(b"import os\n")
+        tokens = torch.tensor([prompt + greedy(target, prompt, 120)])
+        with torch.inference_mode():
+            chosen, guessed = (net.target_logits(net.hidden(tokens))[:, 10:].argmax(dim=-1) for net in (target, draft))
+        assert 0.05 < (chosen == guessed).float().mean() < 0.95
+
 
 class TestTokenizer:
     # Text that spells a special token is that token.

@@ -17,14 +17,12 @@ each is a cache and TLB miss once the tables outgrow the caches. Requests are th
 blocks: the lines that a block will touch are prefetched first, so that the misses overlap.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba as nb
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+
+from vllm_specplus.proposers._numba import compiled, prefetch, to_pointer
 
 # Columns of the state, [num_slots, NUM_COLUMNS] int64: one cache line for each request.
 TABLE, TABLE_SIZE, CAPACITY, POSITION_MASK, NUM_INDEXED, NUM_PROMPT, NUM_FINGERPRINT = range(7)
@@ -32,98 +30,42 @@ NUM_COLUMNS = 8
 FINGERPRINT_SIZE = 8  # last tokens seen, by which a reused request id is told from the same one
 
 _BLOCK = 16  # requests whose misses overlap
-_PREFETCH_ENDS = 8  # a step rarely brings more tokens; a prompt's many need no prefetch
+_PREFETCH_ENDS = 8  # a step rarely brings more tokens; a prompt's many are prefetched as they are inserted
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
-
-def _compiled(*signature: Any) -> Callable[[Callable], Any]:
-    """`numba.njit`, cached on disk where a folder for that can be written."""
-
-    def compile_function(function: Callable) -> Any:
-        try:
-            return nb.njit(*signature, cache=True, nogil=True)(function)
-        except RuntimeError:  # "no locator available": neither __pycache__ nor ~ is writable
-            return nb.njit(*signature, nogil=True)(function)
-
-    return compile_function
+# Shapes: history [num_tokens] int32 and drafts [S] int32 are one sequence, the second after the
+# first; entries [num_sizes * table_size] uint32 are the tables, shortest window first; hashes
+# [num_sizes] or [_PREFETCH_ENDS, num_sizes] uint64 is scratch. Plain arguments, as numba would count
+# references at each access to a tuple of arrays, which makes a step three times as slow.
 
 
-@intrinsic
-def _to_pointer(typingctx: Any, address: Any) -> Any:
-    """int64 address -> void pointer, for `numba.carray`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), codegen
+@compiled()
+def _tables(state: np.ndarray, slot: int, num_sizes: int) -> tuple[np.ndarray, int, int]:
+    """The entries of a slot's tables, entries per table, the mask of an entry's position."""
+    table_size, mask = state[slot, TABLE_SIZE], state[slot, POSITION_MASK]
+    return nb.carray(to_pointer(state[slot, TABLE]), num_sizes * table_size, np.uint32), table_size, mask
 
 
-@intrinsic
-def _prefetch(typingctx: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of `array.flat[index]` without waiting for it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        pointer = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        int32 = ir.IntType(32)
-        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, int32, int32, int32])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], function_type)
-        read, keep, data_cache = (ir.Constant(int32, value) for value in (0, 3, 1))
-        builder.call(prefetch, [pointer, read, keep, data_cache])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), codegen
+@compiled()
+def _token(history: np.ndarray, drafts: np.ndarray, position: int) -> int:
+    if position < len(history):
+        return history[position]
+    return drafts[position - len(history)]
 
 
-class _Text(NamedTuple):
-    """The sequence of request `row`: its history and the model's drafts after it."""
-
-    token_ids: np.ndarray  # [>=B, max_model_len] int32
-    drafts: np.ndarray  # [B, S] int32
-    row: int
-    num_tokens: int  # of the history
-
-
-class _Tables(NamedTuple):
-    """The hash tables of a request, one after the other, shortest window first."""
-
-    entries: np.ndarray  # [num_sizes * size] uint32
-    size: int  # entries of each
-    mask: int  # the bits of an entry that hold a position
-
-
-@_compiled()
-def _tables(state: np.ndarray, slot: int, num_sizes: int) -> _Tables:
-    size = state[slot, TABLE_SIZE]
-    entries = nb.carray(_to_pointer(state[slot, TABLE]), num_sizes * size, np.uint32)
-    return _Tables(entries, size, state[slot, POSITION_MASK])
-
-
-@_compiled()
-def _tag(window_hash: int, tables: _Tables) -> Any:
-    """What an entry of the window holds besides the position."""
-    return np.int64(np.uint32(window_hash)) & ~tables.mask
-
-
-@_compiled()
-def _token(text: _Text, position: int) -> int:
-    if position < text.num_tokens:
-        return text.token_ids[text.row, position]
-    return text.drafts[text.row, position - text.num_tokens]
-
-
-@_compiled()
-def _hash_windows(text: _Text, end: int, min_size: int, max_size: int, hashes: np.ndarray) -> int:
-    """Hash the windows that end at `end` into hashes[size - min_size]; return how many there are.
+@compiled()
+def _hash_windows(history: np.ndarray, drafts: np.ndarray, end: int, sizes: tuple[int, int], hashes: np.ndarray) -> int:
+    """Hash the windows that end at `end` into `hashes`; return how many there are.
 
     The hash of a window goes on from the hash of the next shorter one.
     """
+    min_size, max_size = sizes
     running = np.uint64(0)
     longest = min(max_size, end)
     for size in range(1, longest + 1):
-        token = np.uint64(np.uint32(_token(text, end - size)))
+        token = np.uint64(np.uint32(_token(history, drafts, end - size)))
         running = (running + token + np.uint64(1)) * _FACTOR
         running ^= running >> _HALF
         if size >= min_size:
@@ -131,148 +73,194 @@ def _hash_windows(text: _Text, end: int, min_size: int, max_size: int, hashes: n
     return max(0, longest - min_size + 1)
 
 
-@_compiled()
-def _home(tables: _Tables, level: int, window_hash: int) -> Any:
+@compiled()
+def _tag(window_hash: int, mask: int) -> Any:
+    """What an entry of the window holds besides the position."""
+    return np.int64(np.uint32(window_hash)) & ~mask
+
+
+@compiled()
+def _home(window_hash: int, level: int, table_size: int) -> Any:
     """Where the probing for a window starts: multiply-shift, no division."""
-    return level * tables.size + np.int64(((window_hash >> _HALF) * np.uint64(tables.size)) >> _HALF)
+    return level * table_size + np.int64(((window_hash >> _HALF) * np.uint64(table_size)) >> _HALF)
 
 
-@_compiled()
-def _common_suffix(text: _Text, end: int, earlier_end: int, limit: int) -> int:
+@compiled()
+def _common_suffix(history: np.ndarray, drafts: np.ndarray, end: int, earlier_end: int, limit: int) -> int:
     """Tokens that agree, backwards from two ends, up to `limit`."""
     length = 0
     limit = min(limit, earlier_end)
-    while length < limit and _token(text, earlier_end - 1 - length) == _token(text, end - 1 - length):
+    while length < limit:
+        if _token(history, drafts, earlier_end - 1 - length) != _token(history, drafts, end - 1 - length):
+            break
         length += 1
     return length
 
 
-@_compiled()
-def _probe(text: _Text, tables: _Tables, end: int, level: int, size: int, window_hash: int) -> int:
-    """The entry of the window, or the empty entry where it belongs: an index into the entries."""
-    tag = _tag(window_hash, tables)
-    index = _home(tables, level, window_hash)
-    past_last = (level + 1) * tables.size
+@compiled()
+def _probe(
+    history: np.ndarray,
+    drafts: np.ndarray,
+    end: int,
+    size: int,
+    level: int,
+    window_hash: int,
+    entries: np.ndarray,
+    table_size: int,
+    mask: int,
+) -> int:
+    """The entry of the window, or the empty entry where it belongs: an index into `entries`."""
+    tag = _tag(window_hash, mask)
+    index = _home(window_hash, level, table_size)
     while True:
-        entry = np.int64(tables.entries[index])
+        entry = np.int64(entries[index])
         if entry == 0:
             return index
-        if entry & ~tables.mask == tag and _common_suffix(text, end, entry & tables.mask, size) == size:
+        if entry & ~mask == tag and _common_suffix(history, drafts, end, entry & mask, size) == size:
             return index
         index += 1
-        if index == past_last:
-            index = level * tables.size
+        if index == (level + 1) * table_size:
+            index = level * table_size
 
 
-@_compiled()
+@compiled()
 def _begin(
-    text: _Text, num_prompt_tokens: int, tables: _Tables, state: np.ndarray, fingerprints: np.ndarray, slot: int
+    history: np.ndarray,
+    num_prompt_tokens: int,
+    entries: np.ndarray,
+    state: np.ndarray,
+    fingerprints: np.ndarray,
+    slot: int,
 ) -> int:
     """Forget what is indexed if the request is not what it was; return the first end to insert."""
     num_indexed = state[slot, NUM_INDEXED]
     if num_indexed == 0:
         return 0
     num_seen = num_indexed + 1  # the last token seen ended no window with a token after it
-    same = num_seen <= text.num_tokens and state[slot, NUM_PROMPT] == num_prompt_tokens
+    same = num_seen <= len(history) and state[slot, NUM_PROMPT] == num_prompt_tokens
     if same:
         count = state[slot, NUM_FINGERPRINT]
         for k in range(count):
-            if _token(text, num_seen - count + k) != fingerprints[slot, k]:
+            if history[num_seen - count + k] != fingerprints[slot, k]:
                 same = False
     if same:
         return num_seen
-    tables.entries[:] = 0
+    entries[:] = 0
     state[slot, NUM_INDEXED] = 0
     return 0
 
 
-@_compiled()
-def _prefetch_tables(
-    text: _Text, tables: _Tables, first: int, sizes: tuple[int, int], hashes: np.ndarray, homes: np.ndarray
+@compiled()
+def _prefetch_entries(
+    history: np.ndarray,
+    drafts: np.ndarray,
+    first: int,
+    sizes: tuple[int, int],
+    entries: np.ndarray,
+    table_size: int,
+    mask: int,
+    hashes: np.ndarray,
+    homes: np.ndarray,
 ) -> int:
     """Prefetch the entries that a request will probe; return how many, and which in `homes`."""
-    first = max(first, text.num_tokens - _PREFETCH_ENDS)
+    num_tokens = len(history)
+    first = max(first, num_tokens - _PREFETCH_ENDS)
     count = 0
-    for k in range(text.num_tokens - first + 1):
-        end = first + k if first + k < text.num_tokens else text.num_tokens + text.drafts.shape[1]
-        for level in range(_hash_windows(text, end, sizes[0], sizes[1], hashes)):
-            home = _home(tables, level, hashes[level])
-            _prefetch(tables.entries, home)
+    for k in range(num_tokens - first + 1):
+        end = first + k if first + k < num_tokens else num_tokens + len(drafts)
+        for level in range(_hash_windows(history, drafts, end, sizes, hashes)):
+            home = _home(hashes[level], level, table_size)
+            prefetch(entries, home)
             homes[count, 0] = home
-            homes[count, 1] = _tag(hashes[level], tables)
+            homes[count, 1] = _tag(hashes[level], mask)
             count += 1
     return count
 
 
-@_compiled()
-def _prefetch_tokens(text: _Text, tables: _Tables, homes: np.ndarray, count: int) -> None:
+@compiled()
+def _prefetch_tokens(history: np.ndarray, entries: np.ndarray, mask: int, homes: np.ndarray, count: int) -> None:
     """Prefetch the earlier windows that a request will compare with."""
-    row_start = text.row * text.token_ids.shape[1]
     for k in range(count):
-        entry = np.int64(tables.entries[homes[k, 0]])
-        if entry != 0 and entry & ~tables.mask == homes[k, 1]:
-            _prefetch(text.token_ids, row_start + (entry & tables.mask) - 1)
+        entry = np.int64(entries[homes[k, 0]])
+        if entry != 0 and entry & ~mask == homes[k, 1]:
+            prefetch(history, (entry & mask) - 1)
 
 
-@_compiled()
-def _insert(text: _Text, tables: _Tables, first: int, sizes: tuple[int, int], hashes: np.ndarray) -> None:
+@compiled()
+def _insert(
+    history: np.ndarray,
+    drafts: np.ndarray,
+    first: int,
+    sizes: tuple[int, int],
+    entries: np.ndarray,
+    table_size: int,
+    mask: int,
+    hashes: np.ndarray,
+) -> None:
     """Insert every window that ends in [first, num_tokens), that is, has a token after it."""
     min_size, max_size = sizes
+    num_tokens = len(history)
     first = max(first, min_size)
     # The entries of a step's few tokens are prefetched by now; those of a whole prompt are not.
-    is_bulk = text.num_tokens - first > _PREFETCH_ENDS
-    for chunk in range(first, text.num_tokens, _PREFETCH_ENDS):
-        chunk_end = min(chunk + _PREFETCH_ENDS, text.num_tokens)
-        for end in range(chunk, chunk_end):
-            window_hashes = hashes[end - chunk]
-            num_levels = _hash_windows(text, end, min_size, max_size, window_hashes)
+    is_bulk = num_tokens - first > _PREFETCH_ENDS
+    for chunk in range(first, num_tokens, _PREFETCH_ENDS):
+        ends = range(chunk, min(chunk + _PREFETCH_ENDS, num_tokens))
+        for end in ends:
+            num_levels = _hash_windows(history, drafts, end, sizes, hashes[end - chunk])
             if is_bulk:
                 for level in range(num_levels):
-                    _prefetch(tables.entries, _home(tables, level, window_hashes[level]))
-        for end in range(chunk, chunk_end):
+                    prefetch(entries, _home(hashes[end - chunk, level], level, table_size))
+        for end in ends:
             for level in range(min(max_size, end) - min_size + 1):
                 window_hash = hashes[end - chunk, level]
-                index = _probe(text, tables, end, level, min_size + level, window_hash)
-                tables.entries[index] = _tag(window_hash, tables) | end
+                size = min_size + level
+                index = _probe(history, drafts, end, size, level, window_hash, entries, table_size, mask)
+                entries[index] = _tag(window_hash, mask) | end
 
 
-@_compiled()
-def _find(text: _Text, tables: _Tables, sizes: tuple[int, int], hashes: np.ndarray) -> Any:
+@compiled()
+def _find(
+    history: np.ndarray,
+    drafts: np.ndarray,
+    sizes: tuple[int, int],
+    entries: np.ndarray,
+    table_size: int,
+    mask: int,
+    hashes: np.ndarray,
+) -> Any:
     """The most recent earlier end of the longest window that ends the sequence, or 0."""
-    min_size, max_size = sizes
-    end = text.num_tokens + text.drafts.shape[1]
-    for level in range(_hash_windows(text, end, min_size, max_size, hashes) - 1, -1, -1):
-        size = min_size + level
+    end = len(history) + len(drafts)
+    for level in range(_hash_windows(history, drafts, end, sizes, hashes) - 1, -1, -1):
+        size = sizes[0] + level
         # Windows that end among the drafts are not in the table: drafts may yet be rejected.
-        for earlier_end in range(end - 1, max(text.num_tokens, size) - 1, -1):
-            if _common_suffix(text, end, earlier_end, size) == size:
+        for earlier_end in range(end - 1, max(len(history), size) - 1, -1):
+            if _common_suffix(history, drafts, end, earlier_end, size) == size:
                 return earlier_end
-        entry = np.int64(tables.entries[_probe(text, tables, end, level, size, hashes[level])])
-        if entry != 0:
-            return entry & tables.mask
+        index = _probe(history, drafts, end, size, level, hashes[level], entries, table_size, mask)
+        if entries[index] != 0:
+            return np.int64(entries[index]) & mask
     return 0
 
 
-@_compiled()
-def _draft(text: _Text, found: int, count: int, out_token_ids: np.ndarray) -> None:
+@compiled()
+def _draft(history: np.ndarray, drafts: np.ndarray, found: int, count: int, out: np.ndarray) -> None:
     """Copy `count` tokens from `found` on; past the end, go on with the tokens just copied."""
-    end = text.num_tokens + text.drafts.shape[1]
+    end = len(history) + len(drafts)
     for k in range(count):
-        if found + k < end:
-            out_token_ids[text.row, k] = _token(text, found + k)
-        else:
-            out_token_ids[text.row, k] = out_token_ids[text.row, found + k - end]
+        out[k] = _token(history, drafts, found + k) if found + k < end else out[found + k - end]
 
 
-@_compiled()
-def _remember(text: _Text, num_prompt_tokens: int, state: np.ndarray, fingerprints: np.ndarray, slot: int) -> None:
+@compiled()
+def _remember(
+    history: np.ndarray, num_prompt_tokens: int, state: np.ndarray, fingerprints: np.ndarray, slot: int
+) -> None:
     """Note how far a request is indexed and what its last tokens are."""
-    count = min(text.num_tokens, FINGERPRINT_SIZE)
-    state[slot, NUM_INDEXED] = max(0, text.num_tokens - 1)
+    count = min(len(history), FINGERPRINT_SIZE)
+    state[slot, NUM_INDEXED] = max(0, len(history) - 1)
     state[slot, NUM_PROMPT] = num_prompt_tokens
     state[slot, NUM_FINGERPRINT] = count
     for k in range(count):
-        fingerprints[slot, k] = text.token_ids[text.row, text.num_tokens - count + k]
+        fingerprints[slot, k] = history[len(history) - count + k]
 
 
 _INT32_1D, _INT32_2D = nb.int32[::1], nb.int32[:, ::1]
@@ -280,7 +268,7 @@ _INT64_1D, _INT64_2D = nb.int64[::1], nb.int64[:, ::1]
 _SIZES = nb.types.UniTuple(nb.int64, 2)
 
 
-@_compiled(
+@compiled(
     nb.void(
         *(_INT32_2D, _INT64_1D, _INT64_1D, _INT32_2D, _INT64_1D, _INT64_1D, _INT64_2D, _INT32_2D),
         *(_SIZES, nb.int64, _INT32_2D, _INT32_1D, _INT32_1D),
@@ -321,28 +309,29 @@ def update_and_match(
     for block in range(0, len(slots), _BLOCK):
         rows = range(block, min(block + _BLOCK, len(slots)))
         for i in rows:
-            _prefetch(state, slots[i] * NUM_COLUMNS)
-            _prefetch(fingerprints, slots[i] * FINGERPRINT_SIZE)
-            _prefetch(token_ids, i * token_ids.shape[1] + num_tokens[i] - 1)
+            prefetch(state, slots[i] * NUM_COLUMNS)
+            prefetch(fingerprints, slots[i] * FINGERPRINT_SIZE)
+            prefetch(token_ids, i * token_ids.shape[1] + num_tokens[i] - 1)
         for i in rows:
-            b = i - block
-            text = _Text(token_ids, drafts, i, num_tokens[i])
-            tables = _tables(state, slots[i], num_sizes)
-            first[b] = _begin(text, num_prompt_tokens[i], tables, state, fingerprints, slots[i])
-            counts[b] = _prefetch_tables(text, tables, first[b], sizes, hashes[0], homes[b])
+            b, slot, history = i - block, slots[i], token_ids[i, : num_tokens[i]]
+            entries, table_size, mask = _tables(state, slot, num_sizes)
+            first[b] = _begin(history, num_prompt_tokens[i], entries, state, fingerprints, slot)
+            counts[b] = _prefetch_entries(
+                history, drafts[i], first[b], sizes, entries, table_size, mask, hashes[0], homes[b]
+            )
         for i in rows:
-            text = _Text(token_ids, drafts, i, num_tokens[i])
-            _prefetch_tokens(text, _tables(state, slots[i], num_sizes), homes[i - block], counts[i - block])
+            entries, _, mask = _tables(state, slots[i], num_sizes)
+            _prefetch_tokens(token_ids[i], entries, mask, homes[i - block], counts[i - block])
         for i in rows:
-            text = _Text(token_ids, drafts, i, num_tokens[i])
-            tables = _tables(state, slots[i], num_sizes)
-            _insert(text, tables, first[i - block], sizes, hashes)
-            _remember(text, num_prompt_tokens[i], state, fingerprints, slots[i])
+            slot, history = slots[i], token_ids[i, : num_tokens[i]]
+            entries, table_size, mask = _tables(state, slot, num_sizes)
+            _insert(history, drafts[i], first[i - block], sizes, entries, table_size, mask, hashes)
+            _remember(history, num_prompt_tokens[i], state, fingerprints, slot)
             if max_drafts[i] <= 0:
                 continue
-            found = _find(text, tables, sizes, hashes[0])
+            found = _find(history, drafts[i], sizes, entries, table_size, mask, hashes[0])
             if found > 0:
-                _draft(text, found, max_drafts[i], out_token_ids)
+                _draft(history, drafts[i], found, max_drafts[i], out_token_ids[i])
                 out_num_tokens[i] = max_drafts[i]
-                end = num_tokens[i] + drafts.shape[1]
-                out_match_len[i] = _common_suffix(text, end, found, match_len_cap)
+                end = len(history) + drafts.shape[1]
+                out_match_len[i] = _common_suffix(history, drafts[i], end, found, match_len_cap)

@@ -33,6 +33,7 @@ class _Verifier:
         cu_num_rows: torch.Tensor,
         drafts: torch.Tensor,
         logits_indices: torch.Tensor,
+        max_rows: int,
         metadata: Any,
     ) -> torch.Tensor:
         """Verify one batch.
@@ -42,6 +43,7 @@ class _Verifier:
             cu_num_rows: [num_reqs + 1] int32.
             drafts: [num_rows] int64, -1 on bonus rows.
             logits_indices: [num_rows] int, where each row's token stands in the batch of this step.
+            max_rows: rows of the longest request.
             metadata: vLLM's sampling metadata.
 
         Returns:
@@ -66,6 +68,7 @@ class _Verifier:
             policy=self._policy,
             verify_window=self._window,
             max_candidate_len=self._max_candidates,
+            max_rows=max_rows,
         ).token_ids
 
     @staticmethod
@@ -99,6 +102,7 @@ class StrategySampler(Sampler):
             rows,
             torch.full((num_reqs,), -1, dtype=torch.int64, device=logits.device),
             starts[1:].long() - 1,
+            1,
             sampling_metadata,
         )
         processed = None
@@ -133,9 +137,9 @@ class StrategyRejectionSampler(RejectionSampler):
         drafts = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
         drafts[draft_rows] = metadata.draft_token_ids.long()
         cu_num_rows = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
-        tokens = self._verifier(processed, cu_num_rows, drafts, metadata.logits_indices, sampling_metadata).to(
-            torch.int32
-        )
+        tokens = self._verifier(
+            processed, cu_num_rows, drafts, metadata.logits_indices, metadata.max_spec_len + 1, sampling_metadata
+        ).to(torch.int32)
 
         if sampling_metadata.max_num_logprobs is None:
             return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)

@@ -7,7 +7,7 @@ kind      what OUT holds afterwards
 ========  ============================================================================================
 random    a MiMo model with an MTP head, random weights, made in about a second
 trained   a MiMo model with an MTP head, trained on the standard library's sources and cached
-draft     a smaller, random Qwen2 model without a head, for ``method: draft_model``
+draft     a one-layer Qwen2 model without a head, for ``method: draft_model`` beside ``random``
 ========  ============================================================================================
 
 All share one byte-level vocabulary of 320. The draft is a Qwen2 model because vLLM turns a draft checkpoint whose
@@ -36,7 +36,7 @@ from vllm_specplus.testing.tiny_tokenizer import END_OF_TEXT, SPECIAL_TOKENS, wr
 from vllm_specplus.testing.tiny_train import TrainSettings, train
 
 RANDOM_SHAPE = ModelShape(2, 64, 2, 2, 128)
-DRAFT_SHAPE = ModelShape(1, 32, 1, 1, 64, num_mtp_layers=0)
+DRAFT_SHAPE = ModelShape(1, 64, 2, 2, 64, num_mtp_layers=0)
 
 # Part of the cache key: raise it when code changes the trained weights without changing a setting.
 _REVISION = 1
@@ -50,12 +50,13 @@ def make_random(out: str | Path, seed: int = 0) -> Path:
     return _install(out, lambda folder: _write_random(folder, RANDOM_SHAPE, seed))
 
 
-def make_draft_model(out: str | Path, seed: int = 1) -> Path:
-    """Write a random Qwen2 model of the same vocabulary to folder ``out`` and return that folder.
+def make_draft_model(out: str | Path, seed: int = 0) -> Path:
+    """Write a one-layer random Qwen2 model to folder ``out`` and return that folder.
 
-    Raises OSError if ``out`` cannot be written.
+    It has the embedding and the output table of the random model of the same ``seed``, so that model accepts some of
+    its drafts; with any other target it only serves to reject. Raises OSError if ``out`` cannot be written.
     """
-    return _install(out, lambda folder: _write_random(folder, DRAFT_SHAPE, seed))
+    return _install(out, lambda folder: _write_draft(folder, seed))
 
 
 def make_trained(out: str | Path, settings: TrainSettings | None = None) -> Path:
@@ -119,6 +120,15 @@ def _write_random(folder: Path, shape: ModelShape, seed: int) -> None:
     net = TinyNet(shape)
     randomise(net, seed)
     _write_checkpoint(folder, net)
+
+
+def _write_draft(folder: Path, seed: int) -> None:
+    target, draft = TinyNet(RANDOM_SHAPE), TinyNet(DRAFT_SHAPE)
+    randomise(target, seed)
+    randomise(draft, seed)
+    draft.model.embed_tokens = target.model.embed_tokens
+    draft.lm_head = target.lm_head
+    _write_checkpoint(folder, draft)
 
 
 def _write_checkpoint(folder: Path, net: TinyNet) -> None:

@@ -1,0 +1,48 @@
+"""What the compiled code needs from numba besides `njit`. Importing this module imports numba."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba as nb
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+
+def compiled(*signature: Any) -> Callable[[Callable], Any]:
+    """`numba.njit`, cached on disk where a folder for that can be written."""
+
+    def compile_function(function: Callable) -> Any:
+        try:
+            return nb.njit(*signature, cache=True, nogil=True)(function)
+        except RuntimeError:  # "no locator available": neither __pycache__ nor ~ is writable
+            return nb.njit(*signature, nogil=True)(function)
+
+    return compile_function
+
+
+@intrinsic
+def to_pointer(typingctx: Any, address: Any) -> Any:
+    """int64 address -> void pointer, for `numba.carray`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of `array.flat[index]` without waiting for it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
+        int32 = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, int32, int32, int32])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], function_type)
+        read, keep, data_cache = (ir.Constant(int32, value) for value in (0, 3, 1))
+        builder.call(prefetch, [pointer, read, keep, data_cache])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
