@@ -116,10 +116,16 @@ V1_SEAMS = (
         ),
     ),
     Seam(
-        _REJECTION,
-        "apply_sampling_constraints",
+        "vllm.v1.sample.ops.topk_topp_sampler",
+        "apply_top_k_top_p",
         "called: processed logprobs",
-        ("logits", "cu_num_draft_tokens", "sampling_metadata"),
+        ("logits", "k", "p"),
+    ),
+    Seam(
+        _SAMPLER,
+        "Sampler.apply_temperature",
+        "called: processed logprobs",
+        ("logits", "temp", "all_random"),
     ),
     Seam(
         _SAMPLER,

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.rejection_sampler import RejectionSampler, apply_sampling_constraints
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_specplus.config import SpecPlusOptions
@@ -144,12 +145,28 @@ class StrategyRejectionSampler(RejectionSampler):
         if sampling_metadata.max_num_logprobs is None:
             return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
         if self.is_processed_logprobs_mode:
-            raw_target = apply_sampling_constraints(target, metadata.cu_num_draft_tokens, sampling_metadata)
+            raw_target = self._processed_target(target, metadata, sampling_metadata)
             raw_bonus = self._processed_bonus(logits[bonus_rows], sampling_metadata)
         logprobs = self._get_logprobs_tensors(
             sampling_metadata.max_num_logprobs, metadata, logits, raw_target, raw_bonus, tokens
         )
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+    def _processed_target(self, logits: torch.Tensor, metadata: Any, sampling_metadata: Any) -> torch.Tensor:
+        """[num_drafts, vocab] the draft rows as vLLM's own sampler would have sampled from them.
+
+        Not by vLLM's ``apply_sampling_constraints``: on a CPU it reads top-k from memory that nothing wrote.
+        """
+        if sampling_metadata.all_greedy:
+            return logits
+        counts = torch.tensor(metadata.num_draft_tokens)
+        requests = torch.arange(len(counts)).repeat_interleave(counts).to(logits.device)
+        temperature, top_k, top_p = (
+            None if value is None else value[requests]
+            for value in (sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
+        )
+        scaled = self.sampler.apply_temperature(logits, temperature, sampling_metadata.all_random)
+        return apply_top_k_top_p(scaled, top_k, top_p)
 
     def _processed_bonus(self, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
         """[num_reqs, vocab] the bonus rows as vLLM's own sampler would have sampled from them."""
