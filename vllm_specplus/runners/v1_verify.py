@@ -155,7 +155,7 @@ class StrategyRejectionSampler(RejectionSampler):
     def _processed_target(self, logits: torch.Tensor, metadata: Any, sampling_metadata: Any) -> torch.Tensor:
         """[num_drafts, vocab] the draft rows as vLLM's own sampler would have sampled from them.
 
-        Not by vLLM's ``apply_sampling_constraints``: on a CPU it reads top-k from memory that nothing wrote.
+        Not by vLLM's ``apply_sampling_constraints``: on a CPU it goes by parameters that nothing wrote.
         """
         if sampling_metadata.all_greedy:
             return logits
