@@ -10,7 +10,7 @@ from tests.e2e.engines import PROMPTS, PROPOSERS, engine, speculative
 # An engine's arguments, by what they bring about.
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "prefix_caching": {"enable_prefix_caching": True, "block_size": 16},
+    "prefix_caching": {"enable_prefix_caching": True, "block_size": 32},
     "chunked_prefill": {"max_num_batched_tokens": 64, "max_num_seqs": 4},
 }
 # Some longer than a chunk of the prefill, and than the blocks that a prefix cache drops for MTP's sake.
@@ -57,7 +57,7 @@ def test_preempted_and_resumed(proposer: str, trained: Path, draft: Path) -> Non
     prompts = [[*PROMPTS[k % 4][:60], 65 + k] for k in range(8)]
     with engine(trained) as e:
         expected = e.tokens(prompts, max_tokens=120)
-    with engine(trained, speculative(proposer, draft), num_gpu_blocks_override=40, block_size=16) as e:
+    with engine(trained, speculative(proposer, draft), num_gpu_blocks_override=20, block_size=32) as e:
         assert e.tokens(prompts, max_tokens=120) == expected
         preempted = {m.name: m for m in e.llm.get_metrics()}["vllm:num_preemptions"].value
     assert preempted > 0

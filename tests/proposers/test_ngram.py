@@ -41,14 +41,21 @@ def conversations(draw):
     return sizes, steps
 
 
+def make_tables_with_one_bit_tags(matcher, slot, num_tokens, make_tables=NgramMatcher._make_tables):
+    make_tables(matcher, slot, num_tokens)
+    matcher._state[slot, matcher._index.POSITION_MASK] = 2**31 - 1
+
+
 @settings(max_examples=300, deadline=None)
 @given(conversations(), st.integers(1, 12))
 def test_equals_the_slow_reference(conversation, match_len_cap):
     """Growing, pausing and reordered requests; model drafts that are never accepted as such."""
     (min_size, max_size), steps = conversation
-    # Tables for four tokens at first, so that they grow within the test.
     with pytest.MonkeyPatch.context() as patch:
+        # Tables for four tokens at first, so that they grow within the test, and a single bit of
+        # tag, so that windows are told apart by their tokens.
         patch.setattr(ngram, "_MIN_CAPACITY", 4)
+        patch.setattr(NgramMatcher, "_make_tables", make_tables_with_one_bit_tags)
         matcher = NgramMatcher(
             4, MAX_LEN, min_ngram_size=min_size, max_ngram_size=max_size, match_len_cap=match_len_cap
         )
@@ -164,6 +171,18 @@ def test_long_context_on_huge_pages():
         assert (match.to_lists()[0], match.match_len[0]) == (expected, length)
     assert matcher.num_table_bytes > 2 << 20
     assert length == 26
+
+
+def test_a_step_indexes_only_what_is_new():
+    """With the entries of the prompt wiped, only the text of later steps is found."""
+    matcher = NgramMatcher(1, MAX_LEN, min_ngram_size=2, max_ngram_size=3)
+    text = [1, 2, 3, 4, 5, 6]
+    match_one(matcher, text)
+    matcher._tables[0][:] = 0
+    text += [7, 8, 9, 1, 2]
+    assert match_one(matcher, text) == ([], 0)
+    text += [7, 8]
+    assert match_one(matcher, text, max_drafts=2) == ([9, 1], 2)
 
 
 def test_an_empty_batch():

@@ -91,14 +91,25 @@ def test_no_drafts_wanted_still_feeds_the_cache():
     assert match_one(matcher, "b", [2], [5, 7, 8]).to_lists()[0][0] == 9
 
 
-@pytest.mark.parametrize("changed", [[7, 7, 7, 7], [7], [4, 5, 6, 4, 5]])
-def test_a_reused_id_starts_anew(changed):
-    """Other content, a shorter history, and another prompt, all under the same id."""
-    matcher, fresh = SuffixMatcher(), SuffixMatcher()
-    match_one(matcher, "a", [1, 2, 3], [4, 5, 6])
-    expected = match_one(fresh, "a", [1, 2], changed).to_lists()
-    assert match_one(matcher, "a", [1, 2], changed).to_lists() == expected
-    assert matcher.num_cached_requests == 1
+@pytest.mark.parametrize(
+    ("prompt", "output"),
+    [
+        pytest.param([1, 2, 3], [7, 7, 7, 7, 7], id="other content"),
+        pytest.param([1, 2, 3], [4, 4], id="shorter"),
+        pytest.param([1], [2, 3, 4, 5, 6, 9], id="other prompt length"),
+    ],
+)
+def test_a_reused_id_starts_anew(prompt, output):
+    """Its own drafts, and those that another request gets from it, are as if it were new."""
+    answers = []
+    for matcher in (SuffixMatcher(), SuffixMatcher()):
+        if not answers:
+            match_one(matcher, "a", [1, 2, 3], [4, 5, 6])
+        own = match_one(matcher, "a", prompt, output)
+        other = match_one(matcher, "b", [8], [9, 2])
+        answers.append([(m.to_lists(), m.match_len.tolist()) for m in (own, other)])
+        assert matcher.num_cached_requests == 2
+    assert answers[0] == answers[1]
 
 
 def test_hybrid_override_reaches_the_suffix_matchers_cap():

@@ -134,7 +134,7 @@ class SuffixMatcher:
 
 def _continues(fed: _Fed, row: np.ndarray, num_prompt_tokens: int) -> bool:
     """Whether `row` goes on from what was fed; its last tokens stand for all of it."""
-    if fed.num_prompt_tokens != num_prompt_tokens or fed.num_tokens > len(row):
+    if fed.num_prompt_tokens != num_prompt_tokens:
         return False
     start = max(0, fed.num_tokens - _NUM_FINGERPRINT_TOKENS)
     return row[start : fed.num_tokens].tobytes() == fed.last_tokens
