@@ -1,5 +1,6 @@
 """Engines in this process, and what a test asks of them."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,9 +120,15 @@ def engine(model: Path, speculative_config: dict[str, Any] | None = None, **args
         "disable_log_stats": False,
         "enable_prefix_caching": False,
     }
+    # vLLM collects garbage ten times in an engine's life, and what its imports left makes each a third of a second.
+    gc.freeze()
     hidden = sys.modules.pop(_HIDDEN, None)
     try:
         llm = LLM(model=str(model), speculative_config=speculative_config, **defaults | args)
+    except BaseException:
+        # Or the next engine finds the process groups of this one.
+        cleanup_dist_env_and_memory()
+        raise
     finally:
         if hidden is not None:
             sys.modules[_HIDDEN] = hidden

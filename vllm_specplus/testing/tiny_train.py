@@ -43,13 +43,13 @@ class TrainSettings:
     """
 
     shape: ModelShape = field(default_factory=lambda: ModelShape(3, 192, 6, 6, 384))
-    phases: tuple[Phase, ...] = (Phase(250, 16, 192), Phase(80, 6, 512), Phase(50, 3, 1024))
+    phases: tuple[Phase, ...] = (Phase(180, 16, 192), Phase(56, 6, 512), Phase(34, 3, 1024))
     matrix_rate: float = 0.02
     vector_rate: float = 3e-3
     draft_weight: float = 0.5
     repeat_share: float = 0.2
     json_share: float = 0.05
-    cpu_seconds: float = 230.0
+    cpu_seconds: float = 220.0
     workers: int = 2
     seed: int = 0
 
