@@ -78,6 +78,18 @@ def test_a_lost_seam_stops_plugin_configs_only(tiny: Path, monkeypatch: pytest.M
     assert type(create(tiny, dict(STOCK))) is SpeculativeConfig
 
 
+def test_model_runner_v2_is_refused_before_it_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(compat.SpecPlusCompatError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        create(tiny, dict(HYBRID))
+    # Where Triton runs, vLLM chooses it by itself, except for what V2 lacks.
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+    with pytest.raises(compat.SpecPlusCompatError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        create(tiny, dict(HYBRID))
+    assert create(tiny, {"method": "naive"}).method == "custom_class"
+
+
 def test_a_stock_config_reaches_vllm_untouched(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict(STOCK)
     seen = []

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
-from vllm_specplus.compat import SpecPlusCompatError, check_vllm
+from vllm_specplus.compat import V2_REFUSAL, SpecPlusCompatError, check_vllm
 from vllm_specplus.config import Resolved, SpecPlusConfigError, resolve
 
 # A name below "vllm", so that vLLM's own logging setup prints it.
@@ -63,6 +63,7 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
         logger.warning("%s", warning)
     parallel_config.worker_cls = _worker_cls(parallel_config.worker_cls)
     config = _build(resolved, model_config, parallel_config)
+    _refuse_v2(config.method)
     if config.drafts_on_host:
         _turn_async_scheduling_off(args)
     logger.info("resolved speculative config: %s", resolved.as_json())
@@ -92,6 +93,17 @@ def _build(resolved: Resolved, model_config: Any, parallel_config: Any) -> Any:
     from vllm_specplus.engine_config import SpecPlusSpeculativeConfig
 
     return SpecPlusSpeculativeConfig.create(resolved, model_config, parallel_config)
+
+
+def _refuse_v2(method: str) -> None:
+    """Raise where vLLM is going to choose Model Runner V2, which it does before any worker can say no."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    # V2 is the default wherever Triton runs, but for methods that it lacks.
+    if chosen or (chosen is None and HAS_TRITON and method != "custom_class"):
+        raise SpecPlusCompatError(V2_REFUSAL)
 
 
 def _worker_cls(current: str) -> str:
@@ -128,5 +140,5 @@ def _started_by_vllm_command() -> bool:
 
 
 def _exit(error: Exception) -> NoReturn:
-    print(f"vllm-specplus: {error}", file=sys.stderr)
+    print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2)

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_specplus.config import SpecPlusConfigError
+from vllm_specplus.compat import V2_REFUSAL, SpecPlusCompatError
 from vllm_specplus.runners import v1
 
 
@@ -19,12 +19,10 @@ class SpecPlusWorkerMixin:
         """Build the runner under the overrides, then hand it to what was put in.
 
         Raises:
-            SpecPlusConfigError: the model runner is one that the plugin does not support.
+            SpecPlusCompatError: the model runner is one that the plugin does not support.
         """
         if self.use_v2_model_runner:
-            raise SpecPlusConfigError(
-                "vllm-specplus does not support Model Runner V2 yet: set VLLM_USE_V2_MODEL_RUNNER=0"
-            )
+            raise SpecPlusCompatError(V2_REFUSAL)
         options = self.vllm_config.speculative_config.specplus
         with v1.installed(options):
             super().init_device()  # type: ignore[misc]
