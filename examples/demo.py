@@ -6,11 +6,12 @@ Every way of drafting must give the text of the engine without speculation; the 
 """
 
 import argparse
+import bz2
+import csv
 import inspect
 import json
 import os
 import statistics
-import textwrap
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -34,14 +35,16 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
 
 
 def prompts() -> dict[str, str]:
-    """A library file to continue, a file to repeat with one name changed, and a JSON list."""
-    source = inspect.getsource(textwrap)
-    function = inspect.getsource(textwrap.dedent)
-    renamed = function.replace("dedent", "unindent")
+    """A library file to continue, a file to repeat with one name changed, and a JSON list.
+
+    The tiny model has not been trained on either of the two files.
+    """
+    function = inspect.getsource(bz2.open)
+    renamed = function.replace("filename", "path")
     rows = [{"id": i, "name": f"item {i}", "price": 10 + i, "in_stock": True} for i in range(8)]
     return {
-        "continue a file": source[: source.index("def wrap(")][-1500:],
-        "repeat, one name changed": f"{function}\n\n{renamed[: renamed.index('text')]}",
+        "continue a file": inspect.getsource(csv)[:1500],
+        "repeat, one name changed": f"{function}\n\n{renamed[:200]}",
         "a JSON list": json.dumps(rows, indent=1)[:-2] + ",\n",
     }
 

@@ -14,7 +14,8 @@ def copied_vllm(tmp_path: Path) -> Path:
     """The files that the ledger reads, where a test may change them."""
     root = compat.vllm_root()
     for module in {seam.module for seam in compat.LEDGER}:
-        file = Path(*module.split(".")[1:]).with_suffix(".py")
+        name = Path(*module.split(".")[1:])
+        file = name / "__init__.py" if (root / name).is_dir() else name.with_suffix(".py")
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / file, tmp_path / file)
     return tmp_path

@@ -50,6 +50,11 @@ _BASE = "vllm.v1.spec_decode.llm_base_proposer"
 _REJECTION = "vllm.v1.sample.rejection_sampler"
 _SAMPLER = "vllm.v1.sample.sampler"
 
+
+def _members(module: str, owner: str, names: str, why: str) -> tuple[Seam, ...]:
+    return tuple(Seam(module, f"{owner}.{name}", why) for name in names.split())
+
+
 CONFIG_SEAMS = (
     Seam(
         "vllm.engine.arg_utils",
@@ -57,16 +62,38 @@ CONFIG_SEAMS = (
         "the one permanent patch: builds the plugin's SpeculativeConfig and names its worker",
         ("target_model_config", "target_parallel_config"),
     ),
+    *_members(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "speculative_config spec_method spec_model spec_tokens",
+        "read: what the user gave; set where another system's keys are translated",
+    ),
     Seam("vllm.engine.arg_utils", "EngineArgs.async_scheduling", "turned off for host-side drafting"),
     Seam("vllm.config.speculative", "SpeculativeConfig", "subclassed"),
+    Seam("vllm.config.utils", "config", "makes the subclass a config of vLLM's"),
+    *(
+        Seam("vllm.config.speculative", name, "read from the source: what vLLM itself knows")
+        for name in ("SpeculativeMethod", "MTPModelTypes")
+    ),
     Seam("vllm.config.speculative", "SpeculativeConfig.__post_init__", "extended: model steps"),
-    Seam("vllm.config.speculative", "SpeculativeConfig.num_speculative_tokens", "read and set"),
-    Seam("vllm.config.speculative", "SpeculativeConfig.draft_model_config", "the MTP head's depth"),
+    *_members(
+        "vllm.config.speculative",
+        "SpeculativeConfig",
+        "num_speculative_tokens method model parallel_drafting target_model_config target_parallel_config",
+        "read and set",
+    ),
     Seam("vllm.config.parallel", "ParallelConfig.worker_cls", "set to the plugin's worker"),
+    Seam("vllm.envs", "VLLM_USE_V2_MODEL_RUNNER", "read: which model runner vLLM chooses"),
+    Seam("vllm.triton_utils", "HAS_TRITON", "read: which model runner vLLM chooses"),
+    Seam("vllm.platforms", "current_platform", "read: which worker to extend"),
+    Seam("vllm.platforms.interface", "Platform.device_type", "read: which worker to extend"),
+    Seam("vllm.logger", "init_logger", "called: log lines in vLLM's own form"),
 )
 
 WORKER_SEAMS = (
     Seam("vllm.v1.worker.gpu_worker", "Worker.init_device", "extended: overrides while it runs"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.use_v2_model_runner", "read: V2 is refused"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.model_runner", "read: what was built"),
     Seam("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "extended: overrides while it runs"),
 )
 
@@ -78,8 +105,52 @@ V1_SEAMS = (
     Seam(_V1, "create_custom_proposer", "returns the plugin's own drafter", ("vllm_config",)),
     Seam(_V1, "Sampler", "replaced by the strategy's sampler while the runner is built"),
     Seam(_V1, "RejectionSampler", "replaced by the strategy's verifier while the runner is built"),
-    Seam(_V1, "GPUModelRunner._get_positions", "positions that key the noise"),
-    Seam(_BASE, "SpecDecodeBaseProposer.propose", "runs the model's steps", ("num_speculative_tokens",)),
+    Seam(_V1, "GPUModelRunner._get_positions", "called: positions that key the noise"),
+    *_members(
+        _V1,
+        "GPUModelRunner",
+        "requests input_batch max_model_len scheduler_config speculative_config query_start_loc drafter sampler "
+        "rejection_sampler use_async_scheduling",
+        "read: the batch, and the parts that were built",
+    ),
+    *_members(
+        _V1,
+        "GPUModelRunner",
+        "_copy_draft_token_ids_to_cpu _draft_token_ids _draft_token_req_ids",
+        "extended: no zeros where nothing was drafted",
+    ),
+    *_members(
+        "vllm.v1.worker.gpu_input_batch",
+        "InputBatch",
+        "req_ids token_ids_cpu num_tokens_no_spec num_prompt_tokens vocab_size req_prompt_embeds",
+        "read: the requests' tokens on the host; this step's are written first",
+    ),
+    *_members(
+        "vllm.v1.spec_decode.metadata",
+        "SpecDecodeMetadata",
+        "draft_token_ids num_draft_tokens cu_num_sampled_tokens target_logits_indices bonus_logits_indices "
+        "logits_indices max_spec_len",
+        "read: which row is whose",
+    ),
+    *_members(
+        "vllm.v1.sample.metadata",
+        "SamplingMetadata",
+        "temperature top_p top_k generators all_greedy all_random max_num_logprobs",
+        "read: what the requests ask for",
+    ),
+    *_members("vllm.v1.outputs", "SamplerOutput", "sampled_token_ids logprobs_tensors", "returned"),
+    Seam(
+        _BASE,
+        "SpecDecodeBaseProposer.propose",
+        "runs the model's steps",
+        ("num_speculative_tokens",),
+    ),
+    *_members(
+        _BASE,
+        "SpecDecodeBaseProposer",
+        "vllm_config num_speculative_tokens",
+        "read; the last is set to the model's steps",
+    ),
     Seam(_BASE, "SpecDecodeBaseProposer.take_last_draft_probs", "extended by one-hot rows"),
     Seam(
         _BASE,
@@ -99,6 +170,7 @@ V1_SEAMS = (
         "replaced",
         ("metadata", "draft_probs", "logits", "sampling_metadata"),
     ),
+    *_members(_REJECTION, "RejectionSampler", "sampler is_processed_logprobs_mode", "read"),
     Seam(
         _REJECTION,
         "RejectionSampler.apply_logits_processors",
@@ -109,14 +181,7 @@ V1_SEAMS = (
         _REJECTION,
         "RejectionSampler._get_logprobs_tensors",
         "called: logprobs of the emitted tokens",
-        (
-            "max_num_logprobs",
-            "metadata",
-            "logits",
-            "target_logits",
-            "bonus_logits",
-            "sampled_token_ids",
-        ),
+        ("max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids"),
     ),
     Seam(
         "vllm.v1.sample.ops.topk_topp_sampler",
@@ -124,12 +189,7 @@ V1_SEAMS = (
         "called: processed logprobs",
         ("logits", "k", "p"),
     ),
-    Seam(
-        _SAMPLER,
-        "Sampler.apply_temperature",
-        "called: processed logprobs",
-        ("logits", "temp", "all_random"),
-    ),
+    Seam(_SAMPLER, "Sampler.apply_temperature", "called: processed logprobs", ("logits", "temp", "all_random")),
     Seam(
         _SAMPLER,
         "Sampler.sample",
@@ -193,7 +253,8 @@ def override(module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
 
 
 def _problem(root: Path, seam: Seam) -> str | None:
-    tree = _parse(root.joinpath(*seam.module.split(".")[1:]).with_suffix(".py"))
+    path = root.joinpath(*seam.module.split(".")[1:])
+    tree = _parse(path.with_suffix(".py")) or _parse(path / "__init__.py")
     if tree is None:
         return f"module {seam.module} is gone (needed for {seam.name}: {seam.why})"
     scope: ast.AST = tree
@@ -215,16 +276,37 @@ def _parse(path: Path) -> ast.Module | None:
     return ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
+@cache
 def _bindings(scope: ast.AST) -> dict[str, ast.AST]:
-    """Names bound in the body of a module or class, to the node that binds them."""
+    """Names bound in a module or class, attributes that its methods set included, to what binds them."""
     names: dict[str, ast.AST] = {}
-    for node in getattr(scope, "body", []):
+    todo = list(getattr(scope, "body", []))
+    while todo:
+        node = todo.pop()
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names[node.name] = node
+            if isinstance(scope, ast.ClassDef):
+                names = _attributes(node) | names
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names.update({alias.asname or alias.name: alias for alias in node.names})
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names[node.target.id] = node
-        elif isinstance(node, ast.Assign):
-            names.update({t.id: node for t in node.targets if isinstance(t, ast.Name)})
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names.update({t.id: node for t in _targets(node) if isinstance(t, ast.Name)})
+        elif isinstance(node, ast.If | ast.Try):
+            todo += [*node.body, *node.orelse]
     return names
+
+
+def _attributes(method: ast.AST) -> dict[str, ast.AST]:
+    """What a method sets on ``self``."""
+    return {
+        target.attr: node
+        for node in ast.walk(method)
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in _targets(node)
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
+    }
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]

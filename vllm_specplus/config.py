@@ -48,7 +48,10 @@ from vllm_specplus.config_keys import (
 )
 from vllm_specplus.stock_keys import StockKeys, stock_keys
 
-__all__ = ["Resolved", "SpecPlusConfigError", "SpecPlusOptions", "parse_json", "resolve"]
+__all__ = ["HISTORY_METHODS", "Resolved", "SpecPlusConfigError", "SpecPlusOptions", "parse_json", "resolve"]
+
+HISTORY_METHODS = ("ngram", "suffix", "naive")
+"""Methods that draft from the text alone, or (naive) not at all."""
 
 _CACHED_REQUESTS = "suffix_decoding_max_cached_requests"
 

@@ -16,8 +16,11 @@ from vllm_specplus.config import Resolved, SpecPlusConfigError, resolve
 logger = init_logger("vllm.specplus")
 
 _PATCHED = "specplus_original"
+# On EngineArgs that are used again, perhaps for a config without plugin keys.
+_ASYNC_TURNED_OFF = "specplus_turned_async_scheduling_off"
 # What vLLM itself writes into the dict when it builds its config.
 _ENGINE_KEYS = ("target_model_config", "target_parallel_config")
+_FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 _WORKERS = {
     "cpu": "vllm_specplus.cpu_worker.SpecPlusCPUWorker",
     "cuda": "vllm_specplus.worker.SpecPlusWorker",
@@ -45,6 +48,8 @@ def install() -> None:
 
 def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, parallel_config: Any) -> Any:
     """vLLM's own SpeculativeConfig where no plugin key is used, else the plugin's subclass of it."""
+    if vars(args).pop(_ASYNC_TURNED_OFF, False):
+        args.async_scheduling = None
     given = _given_config(args)
     if given is None:
         return original(args, model_config, parallel_config)
@@ -55,8 +60,10 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
         logger.warning("%s", line)
     if resolved.options is None:
         if resolved.vllm != given:
+            logger.info("resolved speculative config: %s", resolved.as_json())
             args.speculative_config = dict(resolved.vllm)
-            args.spec_method = args.spec_model = args.spec_tokens = None
+            for flag in _FLAGS.values():
+                setattr(args, flag, None)
         return original(args, model_config, parallel_config)
 
     if warning := check_vllm():
@@ -72,11 +79,8 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
 
 def _given_config(args: EngineArgs) -> dict[str, Any] | None:
     """The speculative config as the user gave it: ``--speculative-config`` and the ``--spec-*`` flags."""
-    flags = {
-        "method": args.spec_method,
-        "model": args.spec_model,
-        "num_speculative_tokens": args.spec_tokens,
-    }
+    # A vLLM that lacks a flag must still start; what a plugin config needs is checked once there is one.
+    flags = {key: getattr(args, flag, None) for key, flag in _FLAGS.items()}
     flags = {key: value for key, value in flags.items() if value is not None}
     given = args.speculative_config
     if given is None:
@@ -131,12 +135,13 @@ def _turn_async_scheduling_off(args: EngineArgs) -> None:
     if args.async_scheduling is None:
         logger.info("async scheduling is off: drafting needs the complete history on the host")
         args.async_scheduling = False
+        setattr(args, _ASYNC_TURNED_OFF, True)
 
 
 def _started_by_vllm_command() -> bool:
     """Whether this process is ``vllm ...`` or ``python -m vllm...``, not somebody's own program."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return Path(sys.argv[0]).name == "vllm" or (spec is not None and spec.name.partition(".")[0] == "vllm")
+    return Path((sys.argv or [""])[0]).name == "vllm" or (spec is not None and spec.name.partition(".")[0] == "vllm")
 
 
 def _exit(error: Exception) -> NoReturn:

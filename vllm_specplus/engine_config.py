@@ -6,10 +6,10 @@ from pydantic import SkipValidation, ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_specplus.config import Resolved, SpecPlusConfigError, SpecPlusOptions
+from vllm_specplus.config import HISTORY_METHODS, Resolved, SpecPlusConfigError, SpecPlusOptions
+from vllm_specplus.config_keys import HYBRID_METHODS
 
 # Methods that need no draft model run on V1 as vLLM's custom class; this names what builds the drafter.
-HISTORY_METHODS = ("ngram", "suffix", "naive")
 _HISTORY_DRAFTER = "vllm_specplus.runners.v1.HistoryDrafter"
 
 
@@ -19,6 +19,8 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
 
     if TYPE_CHECKING:
         num_speculative_tokens: int
+        method: str
+        parallel_drafting: bool
 
     specplus: SkipValidation[SpecPlusOptions] = None  # type: ignore[assignment]
     """The plugin's own keys, resolved."""
@@ -70,6 +72,11 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
                 f"layers, so it must be at most {layers} or a multiple of it"
             ) from None
         self.num_speculative_tokens = total
+        if self.method not in HYBRID_METHODS or self.parallel_drafting:
+            raise ValueError(
+                f"mtp_strategy={self.specplus.mtp_strategy!r} is not allowed: {self.model!r} is no checkpoint for "
+                f"method {self.specplus.method!r}: vLLM takes it for {self.method!r}, which drafts in parallel or alone"
+            )
         return result
 
     @property

@@ -17,29 +17,67 @@ ENGINES: dict[str, dict[str, Any]] = {
 LONG = [*PROMPTS, PROMPTS[0] * 3, list(range(30, 250))]
 
 
+def target(proposer: str, tiny: Path, trained: Path) -> Path:
+    """The model to draft for: the trained one, unless the random draft model, which shares `tiny`'s tables, drafts."""
+    return tiny if proposer.startswith("draft_model") else trained
+
+
 @pytest.fixture(scope="module")
-def plain_text(trained: Path) -> list[list[int]]:
-    with engine(trained) as e:
-        together = e.tokens(LONG)
-        assert together == [t for p in LONG for t in e.tokens([p])]
-    assert len(set(together[0])) > 1
-    return together
+def plain_text(tiny: Path, trained: Path) -> dict[Path, list[list[int]]]:
+    """The texts without speculation, by model."""
+    texts = {}
+    for model in (tiny, trained):
+        with engine(model) as e:
+            texts[model] = e.tokens(LONG)
+            assert texts[model] == [t for p in LONG for t in e.tokens([p])]
+        assert len(set(texts[model][0])) > 1
+    return texts
 
 
 @pytest.mark.parametrize("engine_kind", ENGINES)
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_greedy_text(proposer: str, engine_kind: str, trained: Path, draft: Path, plain_text: list[list[int]]) -> None:
-    with engine(trained, speculative(proposer, draft), **ENGINES[engine_kind]) as e:
-        assert e.tokens(LONG) == plain_text
+def test_greedy_text(
+    proposer: str, engine_kind: str, tiny: Path, trained: Path, draft: Path, plain_text: dict[Path, list[list[int]]]
+) -> None:
+    model = target(proposer, tiny, trained)
+    expected = plain_text[model]
+    with engine(model, speculative(proposer, draft), **ENGINES[engine_kind]) as e:
+        assert e.tokens(LONG) == expected
         # Once more: what is cached of the first run, in blocks or in a suffix tree, changes no text.
-        assert e.tokens(LONG) == plain_text
-        assert [t for p in LONG[:3] for t in e.tokens([p])] == plain_text[:3]
-        counts = e.counts()
+        assert e.tokens(LONG) == expected
+        assert [t for p in LONG[:3] for t in e.tokens([p])] == expected[:3]
+        counts, width = e.counts(), e.runner.num_spec_tokens
     # Drafts are taken and drafts are refused, or the test would show little.
     if proposer == "naive":
-        assert counts.drafted == 0
+        assert counts.accepted == 0
     else:
         assert 0 < counts.accepted < counts.drafted
+    # A slot that nothing fills is not verified.
+    if proposer not in ("mtp", "naive"):
+        assert counts.drafted < counts.drafts * width
+
+
+@pytest.mark.parametrize("strategy", ["topp", "greedy"])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_greedy_text_under_lossy_strategies(
+    proposer: str, strategy: str, tiny: Path, trained: Path, draft: Path, plain_text: dict[Path, list[list[int]]]
+) -> None:
+    """At temperature 0 they too give the target's own text; target_match is tested with sampling."""
+    model = target(proposer, tiny, trained)
+    with engine(model, speculative(proposer, draft, verify_strategy=strategy)) as e:
+        assert e.tokens(LONG) == plain_text[model]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_model_makes_its_steps_and_no_more(steps: int, trained: Path, draft: Path) -> None:
+    with engine(trained, speculative("mtp_ngram", draft, num_model_steps=steps)) as e:
+        drafter = e.runner.drafter
+        passes, proposals = [], []
+        drafter.model.register_forward_hook(lambda *_: passes.append(1))
+        propose = drafter.propose
+        drafter.propose = lambda *args, **kwargs: proposals.append(1) or propose(*args, **kwargs)
+        e.tokens()
+    assert len(passes) == steps * len(proposals) > 0
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)

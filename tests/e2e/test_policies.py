@@ -53,3 +53,18 @@ def test_accept_all_keeps_masks(trained: Path, draft: Path) -> None:
     with engine(trained, config) as e:
         texts = e.tokens(PROMPTS, allowed_token_ids=allowed)
     assert {token for t in texts for token in t} <= set(allowed)
+
+
+@pytest.mark.parametrize("proposer", ["mtp", "mtp_ngram", "ngram"])
+def test_no_draft_that_nobody_drafted_is_accepted(proposer: str, trained: Path, draft: Path) -> None:
+    """Beside a request that is about to reach the model's length, vLLM puts zeros in place of drafts.
+
+    Measured before they were dropped: 4 to 32 zeros among the 60 tokens of the short request.
+    """
+    # topp with nothing cut off accepts any token, and a zero byte is none that the model would write.
+    config = speculative(proposer, draft, verify_strategy="topp")
+    near_the_end, short = (PROMPTS[0] * 2)[:114], PROMPTS[1][:8]
+    with engine(trained, config, max_model_len=128) as e:
+        texts = e.tokens([near_the_end, short], temperature=1.0, seed=1, max_tokens=60)
+    assert [len(t) for t in texts] == [14, 60]
+    assert 0 not in texts[0] + texts[1]

@@ -43,6 +43,7 @@ def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
     address = f"http://127.0.0.1:{(port := free_port())}"
     # As a user starts it: the engine in processes of its own.
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"
     with log.open("w") as out:
         process = subprocess.Popen(
             [Path(sys.executable).with_name("vllm"), "serve", tiny, "--port", str(port), *OPTIONS],

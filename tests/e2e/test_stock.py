@@ -56,6 +56,50 @@ def test_stock_config_builds_stock_classes(config: dict[str, Any], tiny: Path) -
         assert parts(e) == STOCK
 
 
+@pytest.mark.parametrize(
+    ("config", "drafter"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}, "ngram_proposer.NgramProposer"),
+        ({"method": "suffix", "num_speculative_tokens": 8}, "suffix_decoding.SuffixDecodingProposer"),
+        ({"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}, "draft_model.DraftModelProposer"),
+    ],
+    ids=["ngram", "suffix", "draft_model"],
+)
+def test_every_method_of_vllm_stays_its_own(config: dict[str, Any], drafter: str, tiny: Path, draft: Path) -> None:
+    if "model" in config:
+        config = config | {"model": str(draft)}
+    with engine(tiny, config) as e:
+        found = parts(e)
+    assert f"{found['drafter'].__module__}.{found['drafter'].__name__}" == f"vllm.v1.spec_decode.{drafter}"
+    assert {k: v for k, v in found.items() if k != "drafter"} == {k: v for k, v in STOCK.items() if k != "drafter"}
+
+
+class OwnDrafter:
+    """A user's own drafter, as vLLM's custom_class takes it."""
+
+    def __init__(self, vllm_config: Any):
+        pass
+
+    def load_model(self, *args: Any) -> None:
+        pass
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[tokens[-1]] if tokens else [] for tokens in sampled_token_ids]
+
+
+def test_a_users_own_drafter_stays_with_a_strategy(tiny: Path) -> None:
+    config = {
+        "method": "custom_class",
+        "model": f"{__name__}.OwnDrafter",
+        "num_speculative_tokens": 1,
+        "verify_strategy": "target_match",
+    }
+    with engine(tiny, config) as e:
+        assert type(e.runner.drafter).__name__ == "OwnDrafter"
+        e.tokens()
+        assert e.counts().drafted > 0
+
+
 def test_a_plugin_config_leaves_nothing_behind(tiny: Path, draft: Path) -> None:
     """The overrides last only while the runner is built; the next stock engine is stock again."""
     names = ("EagleProposer", "Sampler", "RejectionSampler", "create_custom_proposer")

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplus import compat
-from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.config import HISTORY_METHODS, SpecPlusOptions
 from vllm_specplus.proposers.history import History, Matcher
 from vllm_specplus.proposers.hybrid import Drafts, HybridDrafter
 from vllm_specplus.proposers.ngram import NgramMatcher
@@ -41,17 +41,41 @@ def installed(options: SpecPlusOptions) -> Iterator[None]:
         names |= {name: _hybrid(getattr(gpu_model_runner, name)) for name in _MODEL_PROPOSERS}
     if options.verify_strategy is not None:
         names |= {"Sampler": StrategySampler, "RejectionSampler": StrategyRejectionSampler}
-    names["create_custom_proposer"] = HistoryDrafter
+    if options.method in HISTORY_METHODS:
+        names["create_custom_proposer"] = HistoryDrafter
     with compat.override(gpu_model_runner, names):
         yield
 
 
 def bind(runner: Any) -> None:
     """Give the drafter and the samplers of a built runner what vLLM does not pass to them."""
-    for part in ("drafter", "sampler", "rejection_sampler"):
-        take_runner = getattr(getattr(runner, part, None), "bind", None)
-        if take_runner is not None:
-            take_runner(runner)
+    _drop_fillers(runner)
+    for name in ("drafter", "sampler", "rejection_sampler"):
+        part = getattr(runner, name, None)
+        if isinstance(part, HistoryDrafter | _HybridMixin | StrategySampler | StrategyRejectionSampler):
+            part.bind(runner)
+
+
+def _drop_fillers(runner: Any) -> None:
+    """Keep drafts that nobody drafted from being verified.
+
+    Where one request comes near the model's length, vLLM drafts for none of the batch and puts zeros in their place.
+    Its own sampling refuses them; a strategy that accepts any likely token would put them into the text.
+    """
+    copy_to_host = runner._copy_draft_token_ids_to_cpu
+    runner.specplus_fillers = False
+
+    def copy_draft_token_ids_to_cpu(scheduler_output: Any, zeros_only: bool = False) -> None:
+        # Under async scheduling the slots are scheduled already: the verifier passes over them.
+        runner.specplus_fillers = zeros_only
+        if zeros_only and not runner.use_async_scheduling:
+            req_ids = runner.input_batch.req_ids.copy()
+            runner._draft_token_ids = [[] for _ in req_ids]
+            runner._draft_token_req_ids = req_ids
+        else:
+            copy_to_host(scheduler_output, zeros_only)
+
+    runner._copy_draft_token_ids_to_cpu = copy_draft_token_ids_to_cpu
 
 
 def make_matcher(kind: str, vllm_config: Any) -> Matcher:
@@ -105,15 +129,19 @@ class _HostHistory:
             for i, tokens in enumerate(sampled):
                 batch.token_ids_cpu[i, num_tokens[i] : num_tokens[i] + len(tokens)] = tokens
             num_tokens += [len(tokens) for tokens in sampled]
-        prefilling = np.array([not tokens for tokens in sampled])
+        # A prompt given as embeddings has no tokens; its row still holds those of an earlier request.
+        num_prompt_tokens = batch.num_prompt_tokens[:num_reqs].copy()
+        for i in batch.req_prompt_embeds:
+            num_tokens[i] = num_prompt_tokens[i] = 0
+        silent = np.array([not tokens for tokens in sampled]) | (num_tokens == 0)
         room = self._runner.max_model_len - num_tokens - 1
         history = History(
             req_ids=batch.req_ids[:num_reqs],
             token_ids=batch.token_ids_cpu,
             num_tokens=num_tokens,
-            num_prompt_tokens=batch.num_prompt_tokens[:num_reqs],
+            num_prompt_tokens=num_prompt_tokens,
         )
-        return history, np.where(prefilling, 0, np.clip(room, 0, width))
+        return history, np.where(silent, 0, np.clip(room, 0, width))
 
 
 class HistoryDrafter:
@@ -154,12 +182,14 @@ class _HybridMixin:
 
     runner: Any
     vllm_config: Any
+    num_speculative_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         options: SpecPlusOptions = self.vllm_config.speculative_config.specplus
         matcher = make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config)
         self._steps = options.num_model_steps or 1
+        self._is_one_hot_to_the_verifier = options.verify_strategy is not None
         self._drafter = HybridDrafter(
             matcher,
             num_model_steps=self._steps,
@@ -170,6 +200,8 @@ class _HybridMixin:
         self._sampled: list[list[int]] = []
         self._sampled_on_host = False
         self._model_probs: torch.Tensor | None = None
+        # What vLLM's dummy runs go by: an idle data-parallel rank must run as many passes as a busy one.
+        self.num_speculative_tokens = self._steps
 
     def bind(self, runner: Any) -> None:
         self._history = _HostHistory(runner)
@@ -210,8 +242,7 @@ class _HybridMixin:
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Run the model's steps, then fill the slots after them; one list of drafts per request."""
-        steps = min(num_speculative_tokens, self._steps)
-        model_drafts = super().propose(steps, *args, **kwargs)  # type: ignore[misc]
+        model_drafts = super().propose(self._steps, *args, **kwargs)  # type: ignore[misc]
         history, room = self._history.take(self._sampled, num_speculative_tokens, on_host=self._sampled_on_host)
         self._matcher.retain(self._history.live())
         drafts = self._drafter.draft(history, model_drafts.cpu().numpy(), room)
@@ -224,16 +255,36 @@ class _HybridMixin:
 
     def _with_one_hot_rows(self, drafts: Drafts, width: int) -> torch.Tensor | None:
         model_probs = super().take_last_draft_probs()  # type: ignore[misc]
-        if model_probs is None:
+        if model_probs is None or self._is_one_hot_to_the_verifier:
             return None
-        batch, steps, vocab = model_probs.shape
-        probs = model_probs.new_zeros(batch, width, vocab)
-        for i, (tokens, num_model) in enumerate(zip(drafts.token_ids, drafts.num_model.tolist(), strict=True)):
-            kept = min(num_model, steps)
-            probs[i, :kept] = model_probs[i, :kept]
-            matched = torch.tensor(tokens[kept:], dtype=torch.int64, device=probs.device)
-            probs[i, kept : len(tokens)].scatter_(1, matched[:, None], 1.0)
-        return probs
+        return with_one_hot_rows(model_probs, drafts, width)
+
+
+def with_one_hot_rows(model_probs: torch.Tensor, drafts: Drafts, width: int) -> torch.Tensor:
+    """The distributions that drafts were drawn from: the model's, and one-hot rows for what was matched.
+
+    Args:
+        model_probs: [B, S, vocab] float32, of the model's S drafts.
+        drafts: the drafts of the B requests.
+        width: K, slots of a request.
+
+    Returns:
+        [B, K, vocab] float32; zeros where a slot holds no draft.
+    """
+    batch, steps, vocab = model_probs.shape
+    matched = np.full((batch, width), -1, np.int64)
+    for i, row in enumerate(drafts.token_ids):
+        first = int(drafts.num_model[i])
+        matched[i, first : len(row)] = row[first:]
+    token_ids = torch.from_numpy(matched).to(model_probs.device)
+    num_model = torch.from_numpy(drafts.num_model).to(model_probs.device)
+    slots = torch.arange(width, device=model_probs.device)
+
+    probs = model_probs.new_zeros(batch, width, vocab)
+    probs.scatter_(2, token_ids.clamp(min=0)[:, :, None], (token_ids >= 0).to(probs.dtype)[:, :, None])
+    of_model = (slots[:steps] < num_model[:, None])[:, :, None]
+    probs[:, :steps] = torch.where(of_model, model_probs, probs[:, :steps])
+    return probs
 
 
 def _hybrid(proposer: type) -> type:

@@ -116,6 +116,7 @@ class StrategyRejectionSampler(RejectionSampler):
     """Verifies drafts by the plugin's strategy and policy."""
 
     def bind(self, runner: Any) -> None:
+        self._runner = runner
         self._verifier = _Verifier(runner)
 
     def forward(
@@ -136,7 +137,8 @@ class StrategyRejectionSampler(RejectionSampler):
         processed[draft_rows] = target
         processed[bonus_rows] = bonus
         drafts = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
-        drafts[draft_rows] = metadata.draft_token_ids.long()
+        if not self._runner.specplus_fillers:
+            drafts[draft_rows] = metadata.draft_token_ids.long()
         cu_num_rows = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
         tokens = self._verifier(
             processed, cu_num_rows, drafts, metadata.logits_indices, metadata.max_spec_len + 1, sampling_metadata

@@ -6,7 +6,7 @@ token is in the nucleus, it is the argmax there too; if not, no token ordered af
 nucleus either, so the same is asked of the tokens ordered before it.
 
 Rows that cannot matter are left out, which reads their number back from the device: on an
-accelerator this backend waits for the device a few times per call.
+accelerator this backend waits for the device a few times for every chunk of rows.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,10 @@ from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 _NEG_INF = float("-inf")
 _POS_INF = float("inf")
 
-# Logits worked on at a time (at least one row): few enough for the temporaries to stay in a cache.
+# Logits worked on at a time (at least one row). On a CPU few enough for the temporaries to stay in a cache; on an
+# accelerator enough to keep it busy, at some ten temporaries of a quarter of a GiB.
 _CHUNK_ELEMENTS = 1 << 18
+_CHUNK_ELEMENTS_ON_ACCELERATOR = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -287,4 +289,6 @@ def _chunks(inputs: VerifyInputs, rows: torch.Tensor) -> tuple[torch.Tensor, ...
     """Some rows at a time, so that temporaries stay small; no chunk is empty."""
     if rows.shape[0] == 0:
         return ()
-    return rows.split(max(1, _CHUNK_ELEMENTS // inputs.vocab_size))
+    on_cpu = rows.device.type == "cpu"
+    elements = _CHUNK_ELEMENTS if on_cpu else _CHUNK_ELEMENTS_ON_ACCELERATOR
+    return rows.split(max(1, elements // inputs.vocab_size))
