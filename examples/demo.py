@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import statistics
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -101,7 +102,8 @@ def main() -> int:
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+    # Wide enough for the table where the output is no terminal.
+    console = Console() if sys.stdout.isatty() else Console(width=110)
     results = {}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         for name, config in CONFIGS.items():
@@ -118,7 +120,7 @@ def report(results: dict[str, dict[str, dict[str, Any]]], console: Console) -> b
     """Print the table; return whether every text equals the one without speculation."""
     table = Table(title=f"greedy, {MAX_TOKENS} tokens, median (min to max) of {REPEATS} runs")
     for column in ("prompt", "drafting", "tokens/s", "mean length", "accepted by position", "same text"):
-        table.add_column(column, justify="left" if column in ("prompt", "drafting") else "right")
+        table.add_column(column, justify="left" if column in ("prompt", "drafting") else "right", no_wrap=True)
     equal = True
     for prompt, plain in results["no speculation"].items():
         for name, result in results.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TESTED_VERSIONS = ("0.32", "0.33")
+TESTED_VERSIONS = ("0.32",)
 
 
 V2_REFUSAL = "vllm-specplus does not support Model Runner V2 yet: set VLLM_USE_V2_MODEL_RUNNER=0"

@@ -52,8 +52,8 @@ def test_greedy_text(
         assert counts.accepted == 0
     else:
         assert 0 < counts.accepted < counts.drafted
-    # A slot that nothing fills is not verified.
-    if proposer not in ("mtp", "naive"):
+    # A slot that nothing fills is not verified. (An n-gram match fills all of them, or there is none at all.)
+    if proposer not in ("mtp", "ngram", "naive"):
         assert counts.drafted < counts.drafts * width
 
 
