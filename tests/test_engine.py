@@ -105,6 +105,14 @@ def test_a_stock_config_reaches_vllm_untouched(tiny: Path, monkeypatch: pytest.M
     assert seen == [STOCK]
 
 
+def test_engine_args_used_again_are_as_before(tiny: Path) -> None:
+    args = EngineArgs(model=str(tiny), speculative_config=dict(HYBRID), max_model_len=256, enforce_eager=True)
+    args.create_engine_config()
+    args.speculative_config = None
+    args.create_engine_config()
+    assert args.async_scheduling is None
+
+
 def test_another_systems_keys_and_a_flag(tiny: Path) -> None:
     """What is left for vLLM is passed on once, as its own keys."""
     args = EngineArgs(
