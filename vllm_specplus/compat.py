@@ -135,7 +135,7 @@ V1_SEAMS = (
     *_members(
         "vllm.v1.sample.metadata",
         "SamplingMetadata",
-        "temperature top_p top_k generators all_greedy all_random max_num_logprobs",
+        "temperature top_p top_k generators all_greedy all_random max_num_logprobs logprob_token_ids",
         "read: what the requests ask for",
     ),
     *_members("vllm.v1.outputs", "SamplerOutput", "sampled_token_ids logprobs_tensors", "returned"),

@@ -107,7 +107,7 @@ class StrategySampler(Sampler):
             sampling_metadata,
         )
         processed = None
-        if sampling_metadata.max_num_logprobs is not None:
+        if sampling_metadata.max_num_logprobs is not None or sampling_metadata.logprob_token_ids:
             _, processed = super().sample(logits, sampling_metadata, logprobs_mode_override)
         return tokens[:, 0], processed
 
