@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,14 +43,16 @@ def test_engine_refuses(config: Any, said: str, tiny: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_head_of_several_layers_forbids_some_steps(tiny: Path, tmp_path: Path) -> None:
-    two = tmp_path / "two_layers"
-    two.mkdir()
-    for file in tiny.iterdir():
-        (two / file.name).write_bytes(file.read_bytes())
-    config = json.loads((two / "config.json").read_text())
-    (two / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+def copy_with(model: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of a checkpoint in `folder`, with changes to its config."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
 
+
+def test_head_of_several_layers_forbids_some_steps(tiny: Path, tmp_path: Path) -> None:
+    two = copy_with(tiny, tmp_path, num_nextn_predict_layers=2)
     with pytest.raises(SpecPlusConfigError, match=r"num_model_steps=3.*2 layers"):
         create(two, HYBRID | {"num_speculative_tokens": 5, "num_model_steps": 3})
     # Five drafts of a two-layer head are none of vLLM's business here: the head makes two of them.
@@ -58,12 +61,7 @@ def test_head_of_several_layers_forbids_some_steps(tiny: Path, tmp_path: Path) -
 
 
 def test_vocabulary_of_the_draft_model_must_fit(tiny: Path, draft: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other_vocabulary"
-    other.mkdir()
-    for file in draft.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 384}))
+    other = copy_with(draft, tmp_path, vocab_size=384)
     with pytest.raises(SpecPlusConfigError, match=r"vocab_size=320.*vocab_size=384"):
         create(tiny, speculative("draft_model_ngram", other))
 

@@ -180,23 +180,21 @@ class _HybridMixin:
     form that is before it has written them into the host's copy of the sequences.
     """
 
-    runner: Any
     vllm_config: Any
     num_speculative_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         options: SpecPlusOptions = self.vllm_config.speculative_config.specplus
-        matcher = make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config)
-        self._steps = options.num_model_steps or 1
+        assert options.num_model_steps is not None
+        self._steps = options.num_model_steps
         self._is_one_hot_to_the_verifier = options.verify_strategy is not None
         self._drafter = HybridDrafter(
-            matcher,
+            make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config),
             num_model_steps=self._steps,
             num_speculative_tokens=options.num_speculative_tokens,
             match_override_len=options.match_override_len,
         )
-        self._matcher = matcher
         self._sampled: list[list[int]] = []
         self._sampled_on_host = False
         self._model_probs: torch.Tensor | None = None
@@ -244,7 +242,7 @@ class _HybridMixin:
         """Run the model's steps, then fill the slots after them; one list of drafts per request."""
         model_drafts = super().propose(self._steps, *args, **kwargs)  # type: ignore[misc]
         history, room = self._history.take(self._sampled, num_speculative_tokens, on_host=self._sampled_on_host)
-        self._matcher.retain(self._history.live())
+        self._drafter.matcher.retain(self._history.live())
         drafts = self._drafter.draft(history, model_drafts.cpu().numpy(), room)
         self._model_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
         return drafts.token_ids

@@ -130,8 +130,12 @@ class StrategyRejectionSampler(RejectionSampler):
         draft_rows, bonus_rows = metadata.target_logits_indices, metadata.bonus_logits_indices
         raw_bonus = logits[bonus_rows].to(torch.float32)
         raw_target = logits[draft_rows].to(torch.float32)
-        bonus = self.sampler.apply_logits_processors(raw_bonus.clone(), sampling_metadata, predict_bonus_token=True)
-        target = self.apply_logits_processors(raw_target.clone(), sampling_metadata, metadata)
+        bonus, target = raw_bonus, raw_target
+        if sampling_metadata.max_num_logprobs is not None and not self.is_processed_logprobs_mode:
+            # The processors change what they are given, and the logprobs are those of the raw logits.
+            bonus, target = bonus.clone(), target.clone()
+        bonus = self.sampler.apply_logits_processors(bonus, sampling_metadata, predict_bonus_token=True)
+        target = self.apply_logits_processors(target, sampling_metadata, metadata)
 
         processed = torch.empty_like(logits, dtype=torch.float32)
         processed[draft_rows] = target
