@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -129,11 +130,15 @@ class TestCheckpoint:
 
 
 class TestTokenizer:
-    # Text that spells a special token is that token.
-    @given(text=st.text().filter(lambda text: "<|" not in text))
+    # Text that spells a special token is that token. AutoTokenizer goes by the model's architecture and loads a Qwen2
+    # tokenizer, which composes characters (NFC) before it looks at the bytes.
+    # That of a text of assigned characters is the same in every version of Unicode.
+    @given(text=st.text(st.characters(exclude_categories=("Cs", "Cn"))).filter(lambda text: "<|" not in text))
+    @example(text="\u0340")
     @settings(deadline=None)
     def test_text_round_trip(self, tokenizer, text: str) -> None:
         tokens = tokenizer.encode(text)
+        text = unicodedata.normalize("NFC", text)
         assert tokens == list(text.encode())
         assert tokenizer.decode(tokens) == text
 
