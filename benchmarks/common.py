@@ -23,6 +23,15 @@ def environment(*packages: str) -> dict[str, Any]:
     }
 
 
+def gpu_environment() -> dict[str, Any]:
+    """The GPU that torch uses and its CUDA version, null where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"gpu": None, "cuda": None}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+
+
 def peak_rss_mb() -> float:
     """The most memory that this process has held so far, in MB (Linux counts KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
@@ -50,5 +59,8 @@ def _cpu_name() -> str:
 
 def _git_commit() -> str | None:
     root = Path(__file__).parent
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
     return done.stdout.strip() or None

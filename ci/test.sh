@@ -17,16 +17,24 @@ run_tests() {
   ((result == 0 || result == 5)) || code=1
 }
 
-paths=0
+# Three processes: vLLM's CPU worker cannot start in one where a test has imported numba, and the kernels run under
+# Triton's interpreter, which has to be chosen before Triton is imported.
+options=() kernels=() others=()
 for argument in "$@"; do
-  [[ ! -e ${argument%%::*} ]] || paths=1
+  case "$argument" in
+    tests/kernels*) kernels+=("$argument") ;;
+    *) if [[ -e ${argument%%::*} ]]; then others+=("$argument"); else options+=("$argument"); fi ;;
+  esac
 done
-if ((paths)); then
-  run_tests chosen "$@"
-else
-  # Two processes, as vLLM's CPU worker cannot start in one where a test has imported numba.
-  run_tests unit tests --ignore tests/e2e "$@"
-  run_tests e2e tests/e2e "$@"
+if ((${#kernels[@]} + ${#others[@]} == 0)); then
+  run_tests unit tests --ignore tests/e2e --ignore tests/kernels "${options[@]}"
+  run_tests e2e tests/e2e "${options[@]}"
+  kernels=(tests/kernels)
+elif ((${#others[@]})); then
+  run_tests chosen "${others[@]}" "${options[@]}"
+fi
+if ((${#kernels[@]})); then
+  TRITON_INTERPRET=1 run_tests kernels "${kernels[@]}" "${options[@]}"
 fi
 
 ((code == 0)) || echo "ci/test.sh: lint or tests failed, see above"

@@ -5,6 +5,9 @@ rounding of top_p (or a probability of min_p), either answer is right, so `settl
 parameter away from every threshold of the request's rows by the margins below: float32 sums of
 1,100 weights were never seen to be off by more than 3e-7 of the row's mass. Thresholds that are hit
 exactly stay where float32 sums are exact too: weights of 0 and 1 alone and a top_p in eighths.
+
+Backends may take another logarithm than the specification, so `settle_samples` moves the position
+of a row whose two best scores, or whose p(d) and u q(d), are about equal.
 """
 
 import math
@@ -13,11 +16,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_specplus.verify.checks import make_inputs
-from vllm_specplus.verify.reference import read_row
+from vllm_specplus.verify.noise import acceptance_uniform
+from vllm_specplus.verify.reference import draft_probabilities, is_greedy, read_row, softmax
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
 TOP_P_MARGIN = 2e-6
 MIN_P_MARGIN = 1e-4
+SCORE_MARGIN = 1e-5
+RATIO_MARGIN = 1e-5
+# Where q is close to p, the logarithm of p - q is known less well.
+RESIDUAL_MARGIN = 1e-3
 
 ROW_KINDS = (
     "normal",
@@ -52,6 +60,7 @@ class Shape:
     kinds: list[str]
     filters: set[str]
     seed: int
+    with_draft_logits: bool = False
 
 
 def pick(values: list[float], size: int, g: torch.Generator) -> torch.Tensor:
@@ -129,9 +138,21 @@ def make_case(shape: Shape) -> VerifyInputs:
         verify_window=shape.window if shape.strategy == "topp" else 0,
         max_candidate_len=shape.max_candidate_len if shape.strategy == "topp" else None,
         max_rows=None,
+        draft_logits=make_draft_logits(logits, drafts, g).to(shape.dtype) if shape.with_draft_logits else None,
     )
-    inputs = settle(inputs)
+    inputs = settle_samples(settle(inputs))
     return draft_samples(inputs, g) if shape.strategy == "target_match" else inputs
+
+
+def make_draft_logits(logits: torch.Tensor, drafts: list[int], g: torch.Generator) -> torch.Tensor:
+    """Logits near the target's, and on some rows one-hot ones, as for drafts that were not sampled."""
+    draft_logits = logits.nan_to_num(nan=0.0, posinf=9.0, neginf=-9.0).clamp(-30, 30)
+    draft_logits += torch.randn(logits.shape, generator=g) * 2
+    for row, draft in enumerate(drafts):
+        if 0 <= draft < logits.shape[1] and torch.rand(1, generator=g) < 0.3:
+            draft_logits[row] = -math.inf
+            draft_logits[row, draft] = 0
+    return draft_logits
 
 
 def draft_samples(inputs: VerifyInputs, g: torch.Generator) -> VerifyInputs:
@@ -142,6 +163,41 @@ def draft_samples(inputs: VerifyInputs, g: torch.Generator) -> VerifyInputs:
             if torch.rand(1, generator=g) < SAMPLED_SHARE:
                 drafts[i] = read_row(inputs, r, i, is_bonus=False).emits
     return replace(inputs, draft_token_ids=drafts)
+
+
+def settle_samples(inputs: VerifyInputs) -> VerifyInputs:
+    """Move the positions of rows whose outcome hangs on rounding, and drop the draft where that does not help."""
+    positions, drafts = inputs.positions.clone(), inputs.draft_token_ids.clone()
+    settled = replace(inputs, positions=positions, draft_token_ids=drafts)
+    for r in range(inputs.num_reqs):
+        start, end = inputs.cu_num_rows[r : r + 2].tolist()
+        for i in range(start, end):
+            for attempt in range(20):
+                if not is_close(settled, r, i, is_bonus=i == end - 1):
+                    break
+                positions[i] += 1
+                drafts[i] = -1 if attempt > 9 else drafts[i]
+    return settled
+
+
+def is_close(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> bool:
+    row = read_row(inputs, r, i, is_bonus)
+    best, second = [*sorted(row.score.values(), reverse=True), -math.inf][:2]
+    if math.isinf(best):
+        return False  # exact ties, which the lower id wins
+    probabilistic = inputs.strategy == "rejection" and inputs.draft_logits is not None
+    margin = RESIDUAL_MARGIN if probabilistic else SCORE_MARGIN
+    if best - second < margin * max(1.0, abs(best) / 10):
+        return True
+    if inputs.strategy != "rejection" or inputs.policy != "normal" or row.draft is None or is_greedy(inputs, r):
+        return False
+    z = request_z(inputs, r)[i - int(inputs.cu_num_rows[r])].tolist()
+    p = softmax(z, row.candidates)
+    q = draft_probabilities(inputs, r, i) if probabilistic else {row.draft: 1.0}
+    u = acceptance_uniform(inputs.seeds[r : r + 1], inputs.positions[i : i + 1]).item()
+    if abs(p.get(row.draft, 0.0) - u * q[row.draft]) < RATIO_MARGIN * q[row.draft]:
+        return row.draft in p
+    return probabilistic and p.get(row.emits, 1.0) - q[row.emits] < RESIDUAL_MARGIN * q[row.emits] < math.inf
 
 
 def settle(inputs: VerifyInputs) -> VerifyInputs:

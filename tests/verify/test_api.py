@@ -149,7 +149,16 @@ def test_all_nan_is_harmless() -> None:
     [
         ({"strategy": "top-p"}, ValueError, ["strategy", "'top-p'", "'topp'", "'greedy'"]),
         ({"policy": "accept"}, ValueError, ["policy", "'accept'", "'accept_all'"]),
-        ({"backend": "triton"}, ValueError, ["backend", "'triton'", "'auto', 'torch'"]),
+        ({"backend": "cuda"}, ValueError, ["backend", "'cuda'", "'auto', 'torch', 'triton'"]),
+        ({"backend": "triton"}, ValueError, ["'triton'", "cpu", "TRITON_INTERPRET=1"]),
+        ({"workspace": object()}, ValueError, ["workspace", "'torch'", "'triton'"]),
+        ({"draft_logits": torch.zeros(4, 6)}, ValueError, ["draft_logits", "'target_match'", "'rejection'"]),
+        (
+            {"draft_logits": torch.zeros(3, 6), "strategy": "rejection"},
+            ValueError,
+            ["draft_logits", "(3, 6)", "(4, 6)"],
+        ),
+        ({"draft_logits": 1, "strategy": "rejection"}, TypeError, ["draft_logits", "int", "torch.Tensor"]),
         ({"logits": [[0.0]]}, TypeError, ["logits", "list", "torch.Tensor"]),
         ({"logits": torch.zeros(4, 6).int()}, TypeError, ["logits", "int32", "float32"]),
         ({"logits": torch.zeros(24)}, ValueError, ["logits", "(24,)", "2 dimensions"]),

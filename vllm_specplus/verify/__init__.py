@@ -1,19 +1,19 @@
 """Verification of draft tokens: functions of tensors that know nothing of vLLM."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_specplus.verify import torch_backend
 from vllm_specplus.verify.checks import check_choice, make_inputs
-from vllm_specplus.verify.types import POLICIES, STRATEGIES, VerifyInputs, VerifyOutput
+from vllm_specplus.verify.types import POLICIES, STRATEGIES, VerifyOutput
+
+if TYPE_CHECKING:
+    from vllm_specplus.kernels.verify import Workspace
 
 __all__ = ["BACKENDS", "POLICIES", "STRATEGIES", "VerifyOutput", "verify_draft_tokens"]
 
-BACKENDS: dict[str, Callable[[VerifyInputs], VerifyOutput]] = {
-    "auto": torch_backend.verify,
-    "torch": torch_backend.verify,
-}
+BACKENDS = ("auto", "torch", "triton")
 
 
 def verify_draft_tokens(
@@ -33,6 +33,8 @@ def verify_draft_tokens(
     backend: str = "auto",
     *,
     max_rows: int | None = None,
+    draft_logits: torch.Tensor | None = None,
+    workspace: "Workspace | None" = None,
 ) -> VerifyOutput:
     """Accept the first few drafts of each request and add one token of the target's own.
 
@@ -52,19 +54,26 @@ def verify_draft_tokens(
         seeds: ``[num_reqs]`` int. None: drawn from torch's default generator at each call.
         positions: ``[num_rows]`` int, required with `seeds`: position of the token that was fed
             in to get the row; the token emitted there comes one later. Keys the noise.
-        strategy: ``"greedy"``, ``"target_match"`` or ``"topp"``.
+        strategy: ``"greedy"``, ``"target_match"``, ``"topp"`` or ``"rejection"``.
         policy: ``"normal"``, ``"accept_all"`` (every valid draft) or ``"reject_all"``.
         verify_window: `topp`: rows that must agree before a second choice passes; 0 is off.
         max_candidate_len: `topp`: at most this many candidates; None is no limit.
-        backend: ``"torch"``, or ``"auto"``, which is the same.
+        backend: ``"torch"``; ``"triton"``, on CUDA, or anywhere under Triton's interpreter (with
+            ``TRITON_INTERPRET=1`` in the environment); ``"auto"``: Triton on CUDA, else torch.
         max_rows: width of the output, at least the rows of the longest request (rows past it are
             left out). None: found out, which waits for an accelerator.
+        draft_logits: `rejection`: ``[num_rows, vocab]`` float32, bfloat16 or float16, what the drafts
+            were sampled from at the request's temperature (before it is applied, without top-p,
+            top-k or min-p). None: the drafts were not sampled (n-grams, a greedy draft model).
+        workspace: `triton`: outputs and scratch made before (``kernels.verify.Workspace``), so that
+            with `max_rows`, `seeds` and `positions` given, int64 tensors and float32 parameters,
+            nothing is allocated. The result stands in it until the next call.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed. Ranges of values
             in tensors are checked on the CPU only.
     """
-    check_choice("backend", backend, tuple(BACKENDS))
+    check_choice("backend", backend, BACKENDS)
     inputs = make_inputs(
         logits=logits,
         cu_num_rows=cu_num_rows,
@@ -80,5 +89,15 @@ def verify_draft_tokens(
         verify_window=verify_window,
         max_candidate_len=max_candidate_len,
         max_rows=max_rows,
+        draft_logits=draft_logits,
     )
-    return BACKENDS[backend](inputs)
+    if backend == "auto":
+        backend = "triton" if logits.is_cuda else "torch"
+    if backend == "torch":
+        if workspace is not None:
+            raise ValueError("workspace is given with backend 'torch'; allowed: 'triton', which alone uses it")
+        return torch_backend.verify(inputs)
+    # Triton is slow to import, and not there on every platform that vLLM runs on.
+    from vllm_specplus.kernels import verify as triton_backend
+
+    return triton_backend.verify(inputs, workspace)

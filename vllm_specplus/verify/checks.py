@@ -37,6 +37,7 @@ def make_inputs(
     verify_window: int,
     max_candidate_len: int | None,
     max_rows: int | None,
+    draft_logits: torch.Tensor | None = None,
 ) -> VerifyInputs:
     """Check everything that ``verify_draft_tokens`` was given and fill in what was not.
 
@@ -54,6 +55,7 @@ def make_inputs(
     optional |= {"seeds": seeds, "positions": positions}
     given |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     _check_tensors(logits, temperature, given)
+    _check_draft_logits(strategy, logits, draft_logits)
     if logits.device.type == "cpu":
         _check_values(cu_num_rows, logits.shape[0], temperature, top_p, top_k, min_p)
     cu = cu_num_rows.to(torch.int64)
@@ -72,6 +74,7 @@ def make_inputs(
         verify_window=verify_window,
         max_candidate_len=max_candidate_len,
         max_rows=_width(cu, max_rows),
+        draft_logits=draft_logits,
     )
 
 
@@ -96,6 +99,20 @@ def _check_tensors(logits: torch.Tensor, temperature: torch.Tensor, others: Mapp
             )
         if tensor.device != logits.device:
             raise ValueError(f"{name} is on {tensor.device}; allowed: {logits.device}, as logits")
+
+
+def _check_draft_logits(strategy: str, logits: torch.Tensor, draft_logits: torch.Tensor | None) -> None:
+    if draft_logits is None:
+        return
+    if strategy != "rejection":
+        raise ValueError(f"draft_logits is given with strategy {strategy!r}; allowed: 'rejection', which alone uses it")
+    _check_tensor("draft_logits", draft_logits, _FLOAT_LOGITS, 2)
+    if draft_logits.shape != logits.shape:
+        raise ValueError(
+            f"draft_logits has shape {tuple(draft_logits.shape)}; allowed: {tuple(logits.shape)}, as logits"
+        )
+    if draft_logits.device != logits.device:
+        raise ValueError(f"draft_logits is on {draft_logits.device}; allowed: {logits.device}, as logits")
 
 
 def _fresh_seeds(temperature: torch.Tensor) -> torch.Tensor:

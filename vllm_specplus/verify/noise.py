@@ -1,11 +1,13 @@
-"""Gumbel noise that depends on (seed, position, token id) alone.
+"""Noise that depends on (seed, position, token id) alone, or on (seed, position).
 
-The hash and the two logarithms are those of vLLM's V2 runner
+The hash of the Gumbel noise and the two logarithms are those of vLLM's V2 runner
 (``vllm/v1/worker/gpu/sample/gumbel.py``, ``murmur3_hash32``, ``murmur3_uniform32`` and
 ``gumbel_noised_argmax`` at float32), restated in torch operations, so that a token drawn here is
-the token that vLLM's sampler draws from the same logits, seed and position.
+the token that vLLM's sampler draws from the same logits, seed and position. The uniform number that
+decides about a draft is Triton's ``tl.rand(seed, position)``, as in that runner's rejection
+sampling: Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-What is guaranteed: the hash and the uniform number made of it agree bit for bit. The noise itself
+What is guaranteed: the hashes and the uniform numbers made of them agree bit for bit. The Gumbel noise
 goes through the platform's ``log``, so it agrees to a few units in the last place, and the drawn
 token agrees unless two scores are that close.
 
@@ -21,6 +23,11 @@ _HASH_ADD = 0xE6546B64 - (1 << 32)
 _FINAL_MUL_1 = 0x85EBCA6B - (1 << 32)
 _FINAL_MUL_2 = 0xC2B2AE35 - (1 << 32)
 _KEY_BYTES = 16  # Murmur3 mixes in the length of its key: three words and the token id
+
+_PHILOX_ROUNDS = 10
+_PHILOX_MUL_A, _PHILOX_MUL_B = 0xD2511F53, 0xCD9E8D57
+_PHILOX_KEY_A, _PHILOX_KEY_B = 0x9E3779B9, 0xBB67AE85
+_SMALLEST_UNIFORM = 4.6566127342e-10  # a zero would accept a draft of no probability
 
 _SMALLEST_SURVIVAL = 2.0**-24  # keeps log(1 - u) finite where u rounds to 1
 _SERIES_BELOW = 0.25
@@ -41,6 +48,35 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
         and of nothing else.
     """
     return _gumbel(_uniform(_hash(seeds, positions, vocab_size)))
+
+
+def acceptance_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Numbers to compare with the acceptance probability of drafts.
+
+    Args:
+        seeds: ``[n]`` int64, the seed of the request that each row belongs to.
+        positions: ``[n]`` int64, as for `gumbel_noise`.
+
+    Returns:
+        ``[n]`` float32 in (0, 1], independent of `gumbel_noise`.
+    """
+    zero = torch.zeros_like(positions)
+    words = [*_split(positions), zero, zero]
+    key_a, key_b = _split(seeds)
+    for _ in range(_PHILOX_ROUNDS):
+        # The product of two 32-bit words wraps in int64, but its bits are right.
+        low_b, high_b = _split(words[2] * _PHILOX_MUL_B)
+        low_a, high_a = _split(words[0] * _PHILOX_MUL_A)
+        words = [high_b ^ words[1] ^ key_a, low_b, high_a ^ words[3] ^ key_b, low_a]
+        key_a, key_b = (key_a + _PHILOX_KEY_A) & 0xFFFFFFFF, (key_b + _PHILOX_KEY_B) & 0xFFFFFFFF
+    signed = _low_word(words[0])
+    folded = torch.where(signed < 0, -signed - 1, signed)
+    return (folded.to(torch.float32) * _SMALLEST_UNIFORM).clamp_(min=_SMALLEST_UNIFORM)
+
+
+def _split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The low and the high 32 bits of int64, each as a non-negative int64."""
+    return value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF
 
 
 def _hash(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

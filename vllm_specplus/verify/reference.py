@@ -13,6 +13,11 @@ ordered by (z descending, id ascending), and every filter keeps the first so man
 |                | of the nucleus; or d is the second of the order and    | the candi-  |          |
 |                | the next `verify_window` rows hold drafts that are     | dates       |          |
 |                | the first of theirs                                    |             |          |
+| `rejection`    | p(d) > u q(d), with the nucleus's p, the draft         | a sample of | yes      |
+|                | model's q, and the uniform number u of (seed,          | max(p - q,  |          |
+|                | position); q(d) is 1 without `draft_logits`            | 0); of p    |          |
+|                |                                                        | where no    |          |
+|                |                                                        | draft fell  |          |
 
 Lossless: the text follows the target's (truncated) distribution, whatever the drafts.
 (*) lossless at temperature 0, where every strategy is `greedy` and all text is the target's own.
@@ -20,7 +25,9 @@ Lossless: the text follows the target's (truncated) distribution, whatever the d
 The nucleus: min-p keeps the tokens at least `min_p` times as likely as the likeliest, top-k the
 first k of those, top-p those whose predecessors hold less than `top_p` of what is then left. One
 token always stays. A sample is the argmax of z + noise (the lower id on a tie), with the noise of
-`noise.gumbel_noise`.
+`noise.gumbel_noise`, u that of `noise.acceptance_uniform`. `rejection` samples by log(p - q) + noise;
+without `draft_logits` that is z + noise over the nucleus without d. Where rounding leaves p above q
+nowhere it emits the first. q is the softmax of the draft logits divided by the temperature.
 
 Values that are no ordinary number: a NaN logit counts as -inf; a draft whose z is -inf, that is
 not in the vocabulary, or that stands on a bonus row is never accepted; a row of -inf alone emits
@@ -30,10 +37,12 @@ Arithmetic: z and z + noise are float32; masses are float64 sums of exp(z - max 
 float32 in a backend. Backends must therefore agree whenever no mass lies within rounding (about
 1e-6 of the row's mass) of its threshold, and also where the sums are exact, as among equal logits.
 A mass within rounding of the threshold may go either way; whichever way, what is emitted has been
-a candidate by the backend's own sums.
+a candidate by the backend's own sums. Two logits that differ may have the same z; a backend may order
+them by the logits, which spares it a division. Likewise p(d) within rounding of u q(d), and scores of z or
+log(p - q) + noise within rounding of each other.
 
 Sources: drafting and verifying, Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023
-(arXiv:2302.01318). `topp` and its window, the verification rule of PaddleNLP and FastDeploy.
+(arXiv:2302.01318), which is `rejection`. `topp` and its window, the verification rule of PaddleNLP and FastDeploy.
 Sampling by a shared argmax of z + noise, the Gumbel-max trick, as in vLLM's V2 runner.
 """
 
@@ -42,7 +51,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplus.verify.noise import gumbel_noise
+from vllm_specplus.verify.noise import acceptance_uniform, gumbel_noise
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
 
@@ -53,14 +62,21 @@ class Row:
     Attributes:
         order: all token ids, the likeliest first.
         candidates: the first few of `order`; what the row emits is one of them.
-        emits: the token emitted if the run of accepted drafts ends here.
+        score: what is sampled by, of each token that may be emitted.
         draft: the draft under test, or None where there is none that could be accepted.
+        passes: `rejection`: whether the draft under test is accepted.
     """
 
     order: list[int]
     candidates: list[int]
-    emits: int
+    score: dict[int, float]
     draft: int | None
+    passes: bool = False
+
+    @property
+    def emits(self) -> int:
+        """The token emitted if the run of accepted drafts ends here: the best score, the lower id on a tie."""
+        return max(self.score, key=lambda token: (self.score[token], -token))
 
 
 def verify(inputs: VerifyInputs) -> VerifyOutput:
@@ -104,26 +120,58 @@ def read_row(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> Row:
     if not greedy:
         z = z / inputs.temperature[r]
     values = z.tolist()
-    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
-    if greedy:
-        candidates = order[:1]
-        emits = order[0]
-    else:
-        candidates = nucleus(
-            values,
-            order,
-            top_p=1.0 if inputs.top_p is None else inputs.top_p[r].item(),
-            top_k=0 if inputs.top_k is None else int(inputs.top_k[r]),
-            min_p=0.0 if inputs.min_p is None else inputs.min_p[r].item(),
-        )[: inputs.max_candidate_len]
-        noise = gumbel_noise(inputs.seeds[r : r + 1], inputs.positions[i : i + 1], len(values))
-        score = (z + noise[0]).tolist()
-        emits = max(candidates, key=lambda token: (score[token], -token))
-
     draft = None if is_bonus else int(inputs.draft_token_ids[i])
     if draft is not None and not (0 <= draft < len(values) and values[draft] > -math.inf):
         draft = None
-    return Row(order, candidates, emits, draft)
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    if greedy:
+        return Row(order, order[:1], {order[0]: 0.0}, draft)
+
+    candidates = nucleus(
+        values,
+        order,
+        top_p=1.0 if inputs.top_p is None else inputs.top_p[r].item(),
+        top_k=0 if inputs.top_k is None else int(inputs.top_k[r]),
+        min_p=0.0 if inputs.min_p is None else inputs.min_p[r].item(),
+    )[: inputs.max_candidate_len]
+    seed, position = inputs.seeds[r : r + 1], inputs.positions[i : i + 1]
+    noise = gumbel_noise(seed, position, len(values))[0]
+    noisy = (z + noise).tolist()
+    if inputs.strategy != "rejection" or inputs.policy != "normal" or draft is None:
+        return Row(order, candidates, {token: noisy[token] for token in candidates}, draft)
+
+    p = softmax(values, candidates)
+    if inputs.draft_logits is None:
+        q = {draft: 1.0}
+        score = {token: noisy[token] for token in candidates if token != draft}
+    else:
+        q = draft_probabilities(inputs, r, i)
+        more = [token for token in candidates if p[token] > q[token]]
+        score = {token: math.log(p[token] - q[token]) + noise[token].item() for token in more}
+    passes = p.get(draft, 0.0) > acceptance_uniform(seed, position).item() * q[draft]
+    return Row(order, candidates, score or {order[0]: 0.0}, draft, passes)
+
+
+def draft_probabilities(inputs: VerifyInputs, r: int, i: int) -> dict[int, float]:
+    """The probabilities by which the draft of row i was drawn."""
+    assert inputs.draft_logits is not None
+    z = inputs.draft_logits[i].to(torch.float32)
+    z = torch.where(z.isnan(), float("-inf"), z) / inputs.temperature[r]
+    return softmax(z.tolist(), list(range(z.shape[0])))
+
+
+def softmax(values: list[float], tokens: list[int]) -> dict[int, float]:
+    """The softmax of the values of some tokens."""
+    weight = weigh([values[token] for token in tokens])
+    total = math.fsum(weight) or 1.0
+    return {token: w / total for token, w in zip(tokens, weight, strict=True)}
+
+
+def weigh(values: list[float]) -> list[float]:
+    """exp(v - the largest of them); all 0 where every value is -inf."""
+    best = max(values)
+    # exp(inf - inf) is no number, so those that tie with the best are weighed by hand.
+    return [0.0 if v == -math.inf else 1.0 if v == best else math.exp(v - best) for v in values]
 
 
 def nucleus(values: list[float], order: list[int], top_p: float, top_k: int, min_p: float) -> list[int]:
@@ -131,8 +179,7 @@ def nucleus(values: list[float], order: list[int], top_p: float, top_k: int, min
     best = values[order[0]]
     if best == -math.inf:
         return order[:1]
-    # exp(inf - inf) is no number, so the tokens that tie with the best are weighed by hand.
-    weight = [1.0 if v == best else math.exp(v - best) for v in values]
+    weight = weigh(values)
     left = [t for t in order if values[t] > -math.inf and weight[t] >= min_p]
     if top_k > 0:
         left = left[:top_k]
@@ -153,6 +200,8 @@ def accepts(inputs: VerifyInputs, rows: list[Row], greedy: bool) -> bool:
         return False
     if inputs.policy == "accept_all":
         return True
+    if inputs.strategy == "rejection" and not greedy:
+        return row.passes
     if greedy or inputs.strategy == "target_match":
         return row.draft == row.emits
     return row.draft in row.candidates or window_accepts(inputs.verify_window, rows)

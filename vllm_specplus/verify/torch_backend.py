@@ -1,9 +1,9 @@
 """Verification in plain torch, on any device: what `reference.py` says, many rows at a time.
 
-Nothing is sorted. The rank of a token and the mass above it are sums over the tokens ordered
-before it. Sampling inside the nucleus takes the argmax of z + noise over all tokens first: if that
-token is in the nucleus, it is the argmax there too; if not, no token ordered after it is in the
-nucleus either, so the same is asked of the tokens ordered before it.
+The rank of a token and the mass above it are sums over the tokens ordered before it. Sampling inside the
+nucleus takes the argmax of z + noise over all tokens first: if that token is in the nucleus, it is the
+argmax there too; if not, no token ordered after it is in the nucleus either, so the same is asked of
+the tokens ordered before it. Only `rejection`, which has to know the mass of the nucleus, sorts.
 
 Rows that cannot matter are left out, which reads their number back from the device: on an
 accelerator this backend waits for the device a few times for every chunk of rows.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplus.verify.noise import gumbel_noise
+from vllm_specplus.verify.noise import acceptance_uniform, gumbel_noise
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
 _NEG_INF = float("-inf")
@@ -63,9 +63,11 @@ def verify(inputs: VerifyInputs) -> VerifyOutput:
         accepted = drafts >= 0
     elif inputs.strategy == "topp":
         accepted = _accept_candidates(inputs, layout, drafts)
+    elif inputs.strategy == "rejection":
+        accepted = _accept_by_ratio(inputs, layout, drafts)
     else:
         rows = torch.arange(inputs.num_rows, device=drafts.device)
-        emitted = _emit(inputs, layout, rows)
+        emitted = _emit(inputs, layout, rows, torch.full_like(drafts, -1))
         accepted = emitted == drafts
     return _scan(inputs, layout, drafts, accepted, emitted)
 
@@ -112,7 +114,11 @@ def _scan(
     in_request = slots < counts[:, None] - 1
     run = (accepted[grid] & in_request).cumprod(dim=1).sum(dim=1)
     rows = (inputs.cu_num_rows[:-1] + run).clamp_(max=inputs.num_rows - 1)
-    own = _emit(inputs, layout, rows) if emitted is None else emitted[rows]
+    if emitted is None:
+        judged = inputs.strategy == "rejection" and inputs.policy == "normal"
+        own = _emit(inputs, layout, rows, drafts[rows] if judged else torch.full_like(rows, -1))
+    else:
+        own = emitted[rows]
 
     token_ids = torch.where(slots < run[:, None], drafts[grid], -1)
     ends_run = (slots == run[:, None]) & (counts > 0)[:, None]
@@ -150,13 +156,29 @@ def _followed_by(first: torch.Tensor, window: int) -> torch.Tensor:
     return result
 
 
-def _emit(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> torch.Tensor:
-    """``[n]`` int64: the token that each of `rows` emits if the run ends there."""
-    tokens = [_emit_chunk(inputs, layout, chunk) for chunk in _chunks(inputs, rows)]
-    return torch.cat(tokens)
+def _accept_by_ratio(inputs: VerifyInputs, layout: _Layout, drafts: torch.Tensor) -> torch.Tensor:
+    """``[num_rows]`` bool: strategy `rejection`."""
+    accepted = torch.zeros_like(drafts, dtype=torch.bool)
+    for rows in _chunks(inputs, (drafts >= 0).nonzero()[:, 0]):
+        nucleus, request, at = _read_nucleus(inputs, layout, rows), layout.request[rows], drafts[rows, None]
+        u = acceptance_uniform(inputs.seeds[request], inputs.positions[rows])
+        if inputs.draft_logits is not None:
+            u = u * _draft_probabilities(inputs, layout, rows).gather(1, at)[:, 0]
+        passes = _probabilities(nucleus).gather(1, at)[:, 0] > u
+        accepted[rows] = torch.where(inputs.temperature[request] > 0, passes, nucleus.z.argmax(dim=1) == at[:, 0])
+    return accepted
 
 
-def _emit_chunk(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> torch.Tensor:
+def _emit(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """``[n]`` int64: the token that each of `rows` emits if the run ends there.
+
+    `rejected`: ``[n]`` the draft that `rejection` turned down there, or -1.
+    """
+    chunks = zip(_chunks(inputs, rows), _chunks(inputs, rejected), strict=True)
+    return torch.cat([_emit_chunk(inputs, layout, *chunk) for chunk in chunks])
+
+
+def _emit_chunk(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     request = layout.request[rows]
     if inputs.strategy == "greedy":
         return _rows_of_z(inputs, layout, rows).argmax(dim=1)
@@ -165,10 +187,61 @@ def _emit_chunk(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> to
     if not sampled.all():
         token[~sampled] = _rows_of_z(inputs, layout, rows[~sampled]).argmax(dim=1)
     if sampled.any():
-        rows = rows[sampled]
+        rows, rejected = rows[sampled], rejected[sampled]
         noise = gumbel_noise(inputs.seeds[request[sampled]], inputs.positions[rows], inputs.vocab_size)
-        token[sampled] = _sample(_read_nucleus(inputs, layout, rows), noise)
+        nucleus = _read_nucleus(inputs, layout, rows)
+        if (rejected >= 0).any():
+            token[sampled] = _sample_residual(inputs, layout, rows, nucleus, noise, rejected)
+        else:
+            token[sampled] = _sample(nucleus, noise)
     return token
+
+
+def _sample_residual(
+    inputs: VerifyInputs,
+    layout: _Layout,
+    rows: torch.Tensor,
+    nucleus: _Nucleus,
+    noise: torch.Tensor,
+    rejected: torch.Tensor,
+) -> torch.Tensor:
+    """``[n]`` int64: a sample of what the nucleus has more of than the drafts' distribution."""
+    was_rejected = (rejected >= 0)[:, None]
+    p = _probabilities(nucleus)
+    score = (nucleus.z + noise).masked_fill_(p == 0, _NEG_INF)
+    if inputs.draft_logits is None:
+        ids = torch.arange(inputs.vocab_size, device=rows.device)
+        score.masked_fill_(ids == rejected[:, None], _NEG_INF)
+    else:
+        residual = (p - _draft_probabilities(inputs, layout, rows)).clamp_(min=0)
+        score = torch.where(was_rejected, residual.log_() + noise, score)
+    best = score.max(dim=1)
+    return torch.where(best.values > _NEG_INF, best.indices, nucleus.z.argmax(dim=1))
+
+
+def _draft_probabilities(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> torch.Tensor:
+    """``[n, vocab]`` float32: the distribution that each row's draft was drawn from."""
+    assert inputs.draft_logits is not None
+    return _scale(inputs, layout, rows, inputs.draft_logits[rows]).softmax(dim=1)
+
+
+def _probabilities(nucleus: _Nucleus) -> torch.Tensor:
+    """``[n, vocab]`` float32: the distribution of each row within its nucleus, 0 outside."""
+    weight = _weigh(nucleus.z, nucleus.z.amax(dim=1, keepdim=True))
+    weight *= nucleus.z > _NEG_INF
+    order = nucleus.z.sort(dim=1, descending=True, stable=True).indices
+    falling = weight.gather(1, order)
+    if nucleus.min_p is not None:
+        falling *= falling >= nucleus.min_p[:, None]
+    above = falling.cumsum(dim=1) - falling
+    if nucleus.max_rank is not None:
+        falling *= torch.arange(falling.shape[1], device=falling.device) < nucleus.max_rank[:, None]
+    if nucleus.mass is not None:
+        inside = above < nucleus.mass[:, None]
+        inside[:, 0] = True
+        falling *= inside
+    total = falling.sum(dim=1, keepdim=True)
+    return torch.zeros_like(weight).scatter_(1, order, falling).div_(torch.where(total > 0, total, 1.0))
 
 
 def _sample(nucleus: _Nucleus, noise: torch.Tensor) -> torch.Tensor:

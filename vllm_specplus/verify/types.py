@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-STRATEGIES = ("greedy", "target_match", "topp")
+STRATEGIES = ("greedy", "target_match", "topp", "rejection")
 POLICIES = ("normal", "accept_all", "reject_all")
 
 
@@ -44,6 +44,7 @@ class VerifyInputs:
     verify_window: int
     max_candidate_len: int | None
     max_rows: int
+    draft_logits: torch.Tensor | None = None  # [num_rows, vocab] float
 
     @property
     def num_reqs(self) -> int:

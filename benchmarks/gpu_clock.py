@@ -1,0 +1,69 @@
+"""Times of calls on a GPU, and of a copy there; on a CPU one call, only so that a benchmark runs."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+WARMUPS, MIN_CALLS, MAX_CALLS, SECONDS = 3, 10, 100, 0.3
+FLUSH_BYTES, COPY_BYTES, CPU_COPY_BYTES = 1 << 28, 1 << 30, 1 << 24
+
+
+class Clock:
+    """Times single calls; with `graph`, replays of a CUDA graph of the call.
+
+    Before each call on a GPU, the L2 cache is filled by reading something else.
+    """
+
+    def __init__(self, device: str, graph: bool) -> None:
+        self.on_gpu, self.graph = device == "cuda", graph
+        self.flush = torch.zeros(FLUSH_BYTES // 4 if self.on_gpu else 1, device=device)
+        size = COPY_BYTES if self.on_gpu else CPU_COPY_BYTES
+        source = torch.zeros(size, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copies = self._measure(lambda: target.copy_(source))
+        self.copy_gb_per_s = 2 * size / float(np.median(copies)) / 1e3  # bytes read and bytes written
+
+    def __call__(self, run: Callable[[], Any]) -> list[float]:
+        """Microseconds of each call.
+
+        Raises:
+            RuntimeError: it cannot be captured in a graph.
+        """
+        return self._measure(_capture(run) if self.graph else run)
+
+    def _measure(self, run: Callable[[], Any]) -> list[float]:
+        if not self.on_gpu:
+            return [self._call(run)]
+        warmups = [self._call(run) for _ in range(WARMUPS)]
+        calls = int(np.clip(SECONDS / (np.median(warmups) * 1e-6), MIN_CALLS, MAX_CALLS))
+        return [self._call(run) for _ in range(calls)]
+
+    def _call(self, run: Callable[[], Any]) -> float:
+        if not self.on_gpu:
+            before = time.perf_counter()
+            run()
+            return (time.perf_counter() - before) * 1e6
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Reading leaves nothing in the cache that would have to be written back during the call.
+        self.flush.amax()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+
+def _capture(run: Callable[[], Any]) -> Callable[[], None]:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

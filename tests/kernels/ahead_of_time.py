@@ -1,0 +1,70 @@
+"""Kernels compiled to machine code for an H100 without one: what the interpreter lets pass, the compiler does not.
+
+Triton's wheel brings the assembler, so this needs no CUDA. It has to run in a process without TRITON_INTERPRET.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class AheadOfTime:
+    """Takes a kernel's place and compiles it, for the arguments it is launched with, to sm_90 machine code."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.compile
+
+    def compile(self, *args: Any, num_warps: int = 4, **constants: Any) -> None:
+        names = self.kernel.arg_names
+        values = dict(zip(names, args, strict=False)) | constants
+        assert set(values) == set(names)
+        signature = dict.fromkeys(names, "constexpr")
+        # torch's memory and a vocabulary are mostly multiples of 16, which lets loads be wide.
+        attrs = {}
+        for i, (name, value) in enumerate(zip(names, args, strict=False)):
+            if value is None:
+                continue
+            is_tensor = isinstance(value, torch.Tensor)
+            signature[name] = _POINTERS[value.dtype] if is_tensor else "i32"
+            if is_tensor or value % 16 == 0:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        source = triton.compiler.ASTSource(
+            fn=self.kernel,
+            signature=signature,
+            constexprs={name: values[name] for name in names if signature[name] == "constexpr"},
+            attrs=attrs,
+        )
+        options = {"num_warps": num_warps}
+        self.compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+
+
+def run_without_interpreter(code: str, cache: Path) -> str:
+    """What Python code prints in a process that compiles; an assertion shows its errors."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env | {"TRITON_CACHE_DIR": str(cache)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

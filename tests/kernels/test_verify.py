@@ -1,0 +1,287 @@
+"""The fused kernels return exactly what the specification says, under Triton's interpreter."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
+from tests.verify.cases import ROW_KINDS, Shape, assert_same, make_case
+from vllm_specplus.kernels import verify as kernels
+from vllm_specplus.kernels.verify import Workspace
+from vllm_specplus.verify import POLICIES, STRATEGIES, reference, verify_draft_tokens
+from vllm_specplus.verify.checks import make_inputs
+from vllm_specplus.verify.noise import gumbel_noise
+from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
+
+KERNELS = ("_row_stats", "_accept", "_sample", "_emit")
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks and several steps of the slow paths, though the vocabulary is small."""
+    monkeypatch.setattr(kernels, "BLOCK_SIZE", 512)
+    monkeypatch.setattr(kernels, "TILE_SIZE", 512)
+
+
+def poisoned(inputs: VerifyInputs) -> Workspace:
+    """A workspace larger than need be, whose every element is wrong until it is written."""
+    workspace = Workspace.allocate(
+        inputs.num_rows + 3, inputs.num_reqs + 2, inputs.vocab_size, inputs.max_rows, inputs.logits.device
+    )
+    for field in fields(workspace):
+        tensor = getattr(workspace, field.name)
+        if isinstance(tensor, torch.Tensor):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -99)
+    return workspace
+
+
+def run(inputs: VerifyInputs) -> VerifyOutput:
+    workspace = poisoned(inputs)
+    output = kernels.verify(inputs, workspace)
+    assert output.token_ids.shape == (inputs.num_reqs, inputs.max_rows)
+    # What lies past the requests that there are is not touched.
+    assert (workspace.token_ids[inputs.num_reqs :] == -99).all()
+    assert (workspace.num_tokens[inputs.num_reqs :] == -99).all()
+    return output
+
+
+def at_most_10_rows(counts: list[int]) -> list[int]:
+    return [n for i, n in enumerate(counts) if sum(counts[: i + 1]) <= 10]
+
+
+shapes = st.builds(
+    Shape,
+    counts=st.lists(st.sampled_from([1, 0, 2, 3, 4, 5]), min_size=1, max_size=4).map(at_most_10_rows),
+    vocab_size=st.sampled_from([5, 8, 16, 63, 64, 65, 128, 320, 500, 1100]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    strategy=st.sampled_from(STRATEGIES),
+    policy=st.sampled_from(["normal", "normal", "normal", *POLICIES]),
+    window=st.integers(0, 3),
+    max_candidate_len=st.sampled_from([None, 1, 2, 5]),
+    kinds=st.lists(st.sampled_from(ROW_KINDS), min_size=1, max_size=4, unique=True),
+    filters=st.sets(st.sampled_from(["top_p", "top_k", "min_p"])),
+    seed=st.integers(0, 2**40),
+    with_draft_logits=st.booleans(),
+).map(lambda shape: shape if shape.strategy == "rejection" else replace(shape, with_draft_logits=False))
+
+
+# No shrinking: a failing case is printed whole and small, and shrinking it would take minutes.
+@settings(
+    max_examples=2000,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(shapes)
+def test_equals_reference(shape: Shape) -> None:
+    inputs = make_case(shape)
+    expected = reference.verify(inputs)
+    longest = int(expected.num_tokens.max()) if inputs.num_reqs else 0
+    event(f"{shape.strategy}, {shape.policy}, at most {min(longest, 3)} tokens")
+    assert_same(run(inputs), expected)
+    valid = expected.token_ids[expected.token_ids != -1]
+    assert ((valid >= 0) & (valid < shape.vocab_size)).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("counts", [[17], [1] * 64, [16, 1, 9, 0, 17], [2] * 20])
+def test_long_and_wide_batches(strategy: str, counts: list[int]) -> None:
+    shape = Shape(
+        counts=counts,
+        vocab_size=70,
+        dtype=torch.bfloat16,
+        strategy=strategy,
+        policy="normal",
+        window=2,
+        max_candidate_len=None,
+        kinds=["peaked", "tied", "normal", "masked"],
+        filters={"top_p", "top_k"},
+        seed=11,
+    )
+    inputs = make_case(shape)
+    assert_same(run(inputs), reference.verify(inputs))
+
+
+def one_row(logits: torch.Tensor, **options: object) -> int:
+    """The token that a request without drafts gets."""
+    out = verify_draft_tokens(
+        logits[None],
+        torch.tensor([0, 1]),
+        torch.tensor([-1]),
+        torch.tensor([1.0]),
+        seeds=torch.tensor([3]),
+        positions=torch.tensor([5]),
+        backend="triton",
+        **options,
+    )
+    assert out.num_tokens.tolist() == [1]
+    return int(out.token_ids[0, 0])
+
+
+@pytest.mark.parametrize("vocab_size", [151_936, 262_144, 100_003])
+def test_large_vocabularies(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    noise = gumbel_noise(torch.tensor([3]), torch.tensor([5]), vocab_size)[0]
+    assert one_row(logits, strategy="target_match") == int((logits.float() + noise).argmax())
+    best = logits.float().sort(descending=True, stable=True).indices
+    assert one_row(logits, strategy="greedy") == best[0]
+    expected = best[:50][(logits.float() + noise)[best[:50]].argmax()]
+    assert one_row(logits, strategy="topp", top_k=torch.tensor([50])) == expected
+    mass = logits.float().softmax(dim=0)[best].cumsum(dim=0)
+    kept = best[: int((mass < 0.3).sum()) + 1]
+    expected = kept[(logits.float() + noise)[kept].argmax()]
+    assert one_row(logits, strategy="rejection", top_p=torch.tensor([0.3])) == expected
+
+
+def test_a_flat_row_settles_after_several_rounds() -> None:
+    """The nucleus is the first 1 % of equal tokens, and the noise favours others."""
+    logits = torch.zeros(1100)
+    noise = gumbel_noise(torch.tensor([3]), torch.tensor([5]), 1100)[0]
+    for strategy in ("target_match", "topp", "rejection"):
+        assert one_row(logits, strategy=strategy, top_p=torch.tensor([11 / 1100 - 1e-5])) == int(noise[:11].argmax())
+
+
+@pytest.mark.parametrize("strategy", ["topp", "target_match", "rejection"])
+def test_masses_near_the_threshold_stay_near_it(strategy: str) -> None:
+    """Guarantee where rounding decides: what is emitted or accepted is a candidate by some top_p within
+    1e-6 of the one asked for. top_p here is the mass above the tested token, as a float."""
+    vocab_size, num_rows = 1000, 12
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(num_rows, vocab_size, generator=g)
+    mass = logits.double().softmax(dim=1).sort(descending=True, stable=True)
+    rank = torch.randint(1, 400, (num_rows, 1), generator=g)
+    above = mass.values.cumsum(dim=1).gather(1, rank - 1)[:, 0].float()
+    out = verify_draft_tokens(
+        logits.repeat_interleave(2, dim=0),
+        torch.arange(num_rows + 1) * 2,
+        torch.stack([mass.indices.gather(1, rank)[:, 0], torch.full((num_rows,), -1)], dim=1).flatten(),
+        torch.ones(num_rows),
+        top_p=above,
+        strategy=strategy,
+        backend="triton",
+    )
+    for row in range(num_rows):
+        place = (mass.indices[row] == out.token_ids[row, 0]).nonzero().item()
+        assert place <= int(rank[row])
+
+
+def test_strides_and_dtypes() -> None:
+    """Rows apart from each other are read where they are; rows that are not in one piece are copied."""
+    shape = Shape([3, 2], 100, torch.float32, "topp", "normal", 0, None, ["normal"], {"top_p"}, seed=4)
+    inputs = make_case(shape)
+    expected = reference.verify(inputs)
+    padded = torch.full((inputs.num_rows, 130), torch.inf)
+    padded[:, :100] = inputs.logits
+    assert_same(run(replace(inputs, logits=padded[:, :100])), expected)
+    assert_same(run(replace(inputs, logits=inputs.logits.t().contiguous().t())), expected)
+
+
+def test_max_rows_cuts_long_requests_and_widens_the_output() -> None:
+    shape = Shape([5, 1, 3], 64, torch.float32, "greedy", "accept_all", 0, None, ["normal"], set(), seed=8)
+    inputs = make_case(shape)
+    for max_rows in (1, 2, 4, 5, 9):
+        changed = replace(inputs, max_rows=max_rows)
+        assert_same(run(changed), reference.verify(changed))
+
+
+def test_workspace_is_reused_and_checked() -> None:
+    shape = Shape([3, 1, 2], 80, torch.float32, "rejection", "normal", 0, None, ["normal", "peaked"], {"top_p"}, seed=1)
+    inputs = make_case(shape)
+    workspace = poisoned(inputs)
+    for _ in range(2):
+        output = kernels.verify(inputs, workspace)
+        assert output.token_ids.data_ptr() == workspace.token_ids.data_ptr()
+        assert output.num_tokens.data_ptr() == workspace.num_tokens.data_ptr()
+        assert_same(output, reference.verify(inputs))
+    with pytest.raises(ValueError, match=r"made for 4 rows.*asked for: 6"):
+        kernels.verify(inputs, Workspace.allocate(4, 3, 80, 3, "cpu"))
+    with pytest.raises(ValueError, match=r"vocabulary 81 .*asked for: .*80"):
+        kernels.verify(inputs, Workspace.allocate(6, 3, 81, 3, "cpu"))
+    with pytest.raises(ValueError, match="workspace is on meta; allowed: cpu"):
+        kernels.verify(inputs, Workspace.allocate(6, 3, 80, 3, "meta"))
+
+
+class NoTensorOperations(TorchDispatchMode):
+    """Lets views pass, and nothing that launches, allocates or waits."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.is_view, f"{function} between the launches"
+        return function(*args, **(kwargs or {}))
+
+
+class Launches:
+    """Takes a kernel's place and notes its grids."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        self.grids.append(grid)
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_safe_to_capture_in_a_cuda_graph(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a workspace nothing but the kernels runs, and their grids go by shapes, not by values."""
+    seen = []
+    for counts, kinds in (([4, 4, 4], ["normal"]), ([12, 0, 0], ["all_masked"])):
+        shape = Shape(counts, 300, torch.bfloat16, strategy, "normal", 0, None, kinds, {"top_p", "top_k"}, seed=2)
+        inputs = replace(make_case(shape), max_rows=12)
+        launches = {name: Launches() for name in KERNELS}
+        with monkeypatch.context() as patch:
+            for name, launch in launches.items():
+                patch.setattr(kernels, name, launch)
+            workspace = poisoned(inputs)
+            with NoTensorOperations():
+                kernels.verify(inputs, workspace)
+        seen.append({name: launch.grids for name, launch in launches.items()})
+    assert seen[0] == seen[1]
+    assert len(seen[0]["_accept"]) == 1
+
+
+def compile_ahead_of_time() -> None:
+    """Run in a process of its own: compile the kernels as they are launched."""
+    taken = {name: AheadOfTime(getattr(kernels, name)) for name in KERNELS}
+    for name, kernel in taken.items():
+        setattr(kernels, name, kernel)
+    num_rows, num_reqs, vocab_size = 10, 2, 151_936
+
+    def launch(strategy: str, filters: str = "", dtype: torch.dtype = torch.bfloat16, **options: object) -> None:
+        def per_request(letter: str, dtype: torch.dtype) -> torch.Tensor | None:
+            return torch.ones(num_reqs, dtype=dtype) if letter in filters else None
+
+        inputs = make_inputs(
+            logits=torch.empty(num_rows, vocab_size, dtype=dtype),
+            cu_num_rows=torch.tensor([0, 5, 10]),
+            draft_token_ids=torch.zeros(num_rows, dtype=torch.int64),
+            temperature=torch.ones(num_reqs),
+            top_p=per_request("p", torch.float32),
+            top_k=per_request("k", torch.int64),
+            min_p=per_request("m", torch.float32),
+            seeds=torch.zeros(num_reqs, dtype=torch.int64),
+            positions=torch.zeros(num_rows, dtype=torch.int64),
+            strategy=strategy,
+            **{"policy": "normal", "verify_window": 0, "max_candidate_len": None, "max_rows": 5} | options,
+        )
+        kernels.verify(inputs)
+
+    launch("greedy")
+    launch("target_match")
+    launch("target_match", "pkm", dtype=torch.float32)
+    launch("topp", "pk", verify_window=2, max_candidate_len=5)
+    launch("topp", "p", policy="accept_all", dtype=torch.float16)
+    launch("rejection")
+    launch("rejection", "p", policy="reject_all")
+    launch("rejection", "pk", draft_logits=torch.empty(num_rows, vocab_size, dtype=torch.bfloat16))
+    print("compiled", *(len(kernel.compiled) for kernel in taken.values()))
+
+
+def test_kernels_compile_for_a_gpu(tmp_path) -> None:
+    code = "from tests.kernels import test_verify; test_verify.compile_ahead_of_time()"
+    assert "compiled 8 8 5 5" in run_without_interpreter(code, tmp_path)

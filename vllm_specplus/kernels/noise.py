@@ -1,0 +1,68 @@
+"""The noise of ``vllm_specplus.verify.noise`` inside a Triton kernel.
+
+The same hash, series and logarithms in the same order as vLLM's V2 runner has them
+(``vllm/v1/worker/gpu/sample/gumbel.py``), so that on one device both give the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+_KEY_MUL_1 = tl.constexpr(0xCC9E2D51)
+_KEY_MUL_2 = tl.constexpr(0x1B873593)
+_HASH_ADD = tl.constexpr(0xE6546B64)
+_FINAL_MUL_1 = tl.constexpr(0x85EBCA6B)
+_FINAL_MUL_2 = tl.constexpr(0xC2B2AE35)
+_KEY_BYTES = tl.constexpr(16)
+_LOW_WORD = tl.constexpr(0xFFFFFFFF)
+
+_SMALLEST_SURVIVAL = tl.constexpr(2.0**-24)
+_SERIES_BELOW = tl.constexpr(0.25)
+_SMALLEST_UNIFORM = tl.constexpr(4.6566127342e-10)
+
+
+@triton.jit
+def _rotate_left(x, bits: tl.constexpr):
+    return (x << bits) | (x >> (32 - bits))
+
+
+@triton.jit
+def _mix(h, key):
+    scrambled = _rotate_left(key * _KEY_MUL_1, 15) * _KEY_MUL_2
+    return _rotate_left(h ^ scrambled, 13) * 5 + _HASH_ADD
+
+
+@triton.jit
+def gumbel_noise(seed, position, tokens):
+    """Noise of some tokens of one row.
+
+    Args:
+        seed, position: int64 scalars.
+        tokens: int32, any shape.
+
+    Returns:
+        float32 of the shape of `tokens`.
+    """
+    h = (seed & 0).to(tl.uint32)
+    h = _mix(h, (seed & _LOW_WORD).to(tl.uint32))
+    h = _mix(h, ((seed >> 32) & _LOW_WORD).to(tl.uint32))
+    h = _mix(h, (position & _LOW_WORD).to(tl.uint32))
+    h = _mix(h, tokens.to(tl.uint32)) ^ _KEY_BYTES
+    h = (h ^ (h >> 16)) * _FINAL_MUL_1
+    h = (h ^ (h >> 13)) * _FINAL_MUL_2
+    h = h ^ (h >> 16)
+    high = (h >> 16).to(tl.int32).to(tl.float32) * 2.0**-16
+    low = ((h & 0xFFFF).to(tl.int32).to(tl.float32) + 0.5) * 2.0**-32
+    u = high + low
+
+    series = 1.0 / 8.0
+    for i in tl.static_range(7):
+        series = 1.0 / (7 - i) + u * series
+    direct = tl.log(tl.maximum(1.0 - u, _SMALLEST_SURVIVAL))
+    log_survival = tl.where(u < _SERIES_BELOW, -u * series, direct)
+    return -tl.log(-log_survival)
+
+
+@triton.jit
+def acceptance_uniform(seed, position):
+    """The number in (0, 1) that strategy `rejection` compares with a draft's probability: float32 scalar."""
+    return tl.maximum(tl.rand(seed, position), _SMALLEST_UNIFORM)
