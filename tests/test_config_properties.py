@@ -33,7 +33,7 @@ PLAUSIBLE = st.fixed_dictionaries(
         "prompt_lookup_min": st.integers(1, 8),
         "match_override_len": st.integers(0, 8),
         "suffix_decoding_max_cached_requests": st.integers(-1, 3),
-        "verify_strategy": st.sampled_from(["topp", "greedy", "target_match"]),
+        "verify_strategy": st.sampled_from(["topp", "greedy", "target_match", "rejection"]),
         "verify_window": st.integers(0, 3),
         "max_candidate_len": st.none() | st.integers(1, 5),
         "accept_policy": st.sampled_from(["normal", "accept_all", "reject_all"]),

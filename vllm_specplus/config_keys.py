@@ -26,7 +26,7 @@ from vllm_specplus.stock_keys import StockKeys
 MAX_DRAFT_TOKENS = 128
 
 MtpStrategy = Literal["default", "with_ngram", "with_suffix"]
-VerifyStrategy = Literal["topp", "greedy", "target_match"]
+VerifyStrategy = Literal["topp", "greedy", "target_match", "rejection"]
 AcceptPolicy = Literal["normal", "accept_all", "reject_all"]
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]

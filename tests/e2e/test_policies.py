@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.engines import PROMPTS, PROPOSERS, engine, speculative
 
 DRAFTING = [name for name in PROPOSERS if name != "naive"]
-STRATEGIES = [None, "topp", "greedy", "target_match"]
+STRATEGIES = [None, "topp", "greedy", "target_match", "rejection"]
 
 
 @pytest.mark.parametrize("proposer", DRAFTING)

@@ -10,7 +10,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.e2e.engines import PROMPTS, Engine, engine, speculative
 
-STRATEGIES = ["topp", "greedy", "target_match"]
+STRATEGIES = ["topp", "greedy", "target_match", "rejection"]
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 11}
 # Engine settings that make a random model's JSON end.
 STRUCTURED = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}

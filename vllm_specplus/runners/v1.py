@@ -188,7 +188,7 @@ class _HybridMixin:
         options: SpecPlusOptions = self.vllm_config.speculative_config.specplus
         assert options.num_model_steps is not None
         self._steps = options.num_model_steps
-        self._is_one_hot_to_the_verifier = options.verify_strategy is not None
+        self._is_one_hot_to_the_verifier = options.verify_strategy not in (None, "rejection")
         self._drafter = HybridDrafter(
             make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config),
             num_model_steps=self._steps,

@@ -36,6 +36,7 @@ class _Verifier:
         logits_indices: torch.Tensor,
         max_rows: int,
         metadata: Any,
+        draft_probs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Verify one batch.
 
@@ -46,6 +47,7 @@ class _Verifier:
             logits_indices: [num_rows] int, where each row's token stands in the batch of this step.
             max_rows: rows of the longest request.
             metadata: vLLM's sampling metadata.
+            draft_probs: [num_rows, vocab] float32, what the drafts were sampled from, if they were.
 
         Returns:
             [num_reqs, max_rows] int64 tokens, -1 after each request's last.
@@ -55,6 +57,12 @@ class _Verifier:
         if metadata.all_greedy or temperature is None:
             temperature = torch.zeros(num_reqs, device=logits.device)
         positions = self._runner._get_positions(logits_indices)
+        draft_logits = None
+        if draft_probs is not None and self._strategy == "rejection":
+            # What gives these probabilities once it is divided by the temperature.
+            requests = torch.arange(num_reqs, device=logits.device)
+            requests = requests.repeat_interleave(cu_num_rows.diff(), output_size=logits.shape[0])
+            draft_logits = draft_probs.log() * temperature[requests, None]
         return verify_draft_tokens(
             logits,
             cu_num_rows,
@@ -70,6 +78,7 @@ class _Verifier:
             verify_window=self._window,
             max_candidate_len=self._max_candidates,
             max_rows=max_rows,
+            draft_logits=draft_logits,
         ).token_ids
 
     @staticmethod
@@ -126,7 +135,7 @@ class StrategyRejectionSampler(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: Any,
     ) -> SamplerOutput:
-        """As vLLM's; ``draft_probs`` is not used, since every strategy takes drafts as one-hot."""
+        """As vLLM's; of the strategies only `rejection` uses ``draft_probs``, the others take drafts as one-hot."""
         draft_rows, bonus_rows = metadata.target_logits_indices, metadata.bonus_logits_indices
         raw_bonus = logits[bonus_rows].to(torch.float32)
         raw_target = logits[draft_rows].to(torch.float32)
@@ -144,8 +153,18 @@ class StrategyRejectionSampler(RejectionSampler):
         if not self._runner.specplus_fillers:
             drafts[draft_rows] = metadata.draft_token_ids.long()
         cu_num_rows = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
+        row_probs = None
+        if draft_probs is not None:
+            row_probs = torch.ones_like(processed)
+            row_probs[draft_rows] = draft_probs
         tokens = self._verifier(
-            processed, cu_num_rows, drafts, metadata.logits_indices, metadata.max_spec_len + 1, sampling_metadata
+            processed,
+            cu_num_rows,
+            drafts,
+            metadata.logits_indices,
+            metadata.max_spec_len + 1,
+            sampling_metadata,
+            row_probs,
         ).to(torch.int32)
 
         if sampling_metadata.max_num_logprobs is None:
