@@ -38,13 +38,15 @@ def target(row: int, size: int | None = None) -> np.ndarray:
     return (p / p.sum()).numpy()
 
 
-def verify(drafts: list[int], **options: object) -> VerifyOutput:
-    """The same request of two drafts with many seeds."""
+def verify(drafts: list[int] | torch.Tensor, **options: object) -> VerifyOutput:
+    """The same request of two drafts with many seeds; a tensor holds the drafts of every row."""
     n = NUM_SEEDS
+    if isinstance(drafts, list):
+        drafts = torch.tensor([*drafts, -1]).repeat(n)
     return verify_draft_tokens(
         LOGITS.repeat(n, 1),
         torch.arange(n + 1) * 3,
-        torch.tensor([*drafts, -1]).repeat(n),
+        drafts,
         torch.full((n,), TEMPERATURE),
         top_p=torch.full((n,), TOP_P),
         seeds=torch.arange(n),
@@ -108,6 +110,55 @@ def test_power_against_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chi_squared(first_tokens(), target(0)) > LIMIT
     # The statistic moves from 0.8 to 2425.
     assert chi_squared(second_tokens(), target(1)) < LIMIT / 1000
+
+
+DRAFT_LOGITS = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(8))
+
+
+def reject(sampled: bool, **changes: object) -> VerifyOutput:
+    """The request with many seeds under `rejection`: two likely drafts, or drafts sampled anew each time."""
+    options: dict[str, object] = {"strategy": "rejection"}
+    if not sampled:
+        return verify([likeliest(0), int(LOGITS[1].argsort(descending=True)[1])], **options)
+    q = (DRAFT_LOGITS / TEMPERATURE).softmax(dim=1)
+    g = torch.Generator().manual_seed(6)
+    drafts = torch.multinomial(q, NUM_SEEDS, replacement=True, generator=g).t().contiguous()
+    return verify(drafts.flatten(), **options | {"draft_logits": DRAFT_LOGITS.repeat(NUM_SEEDS, 1)} | changes)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rejection_keeps_the_distribution(sampled: bool) -> None:
+    out = reject(sampled)
+    first, second = out.token_ids[:, 0], out.token_ids[out.num_tokens > 1, 1]
+    assert len(second) > 3000
+    assert chi_squared(first, target(0)) > LIMIT
+    assert chi_squared(second, target(1)) > LIMIT
+
+
+def test_rejection_accepts_as_often_as_the_distributions_overlap() -> None:
+    """The rate of sampled drafts is the sum of min(p, q), which no other lossless rule exceeds."""
+    q = (DRAFT_LOGITS[0].double() / TEMPERATURE).softmax(dim=0).numpy()
+    rate = (reject(sampled=True).num_tokens > 1).double().mean().item()
+    assert rate == pytest.approx(np.minimum(target(0), q).sum(), abs=0.01)
+
+
+def test_power_against_sampling_the_target_after_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what follows a rejection is sampled from p, not from max(p - q, 0)."""
+
+    def from_target(inputs, layout, rows, nucleus, noise, rejected):
+        return torch_backend._sample(nucleus, noise)
+
+    monkeypatch.setattr(torch_backend, "_sample_residual", from_target)
+    # The statistics move from 6.8 and 3.5 to 5097 and 2081.
+    assert chi_squared(reject(False).token_ids[:, 0], target(0)) < LIMIT / 1000
+    assert chi_squared(reject(True).token_ids[:, 0], target(0)) < LIMIT / 1000
+
+
+def test_power_against_a_draft_distribution_without_temperature() -> None:
+    """Bug: q is the softmax of the draft logits as they are."""
+    # The statistic moves from 3.5 to 51.
+    warmer = (DRAFT_LOGITS * TEMPERATURE).repeat(NUM_SEEDS, 1)
+    assert chi_squared(reject(True, draft_logits=warmer).token_ids[:, 0], target(0)) < LIMIT / 1000
 
 
 def test_topp_emits_the_renormalised_candidates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import scipy.stats
 import torch
 
 from vllm_specplus.verify import noise
-from vllm_specplus.verify.noise import _hash, _uniform, gumbel_noise
+from vllm_specplus.verify.noise import _hash, _uniform, acceptance_uniform, gumbel_noise
 
 SEEDS = [0, 1, -1, 42, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -(2**63), 123456789012345678]
 POSITIONS = [0, 1, 5, 17, 1023, 131071, 2**20, 2**31 - 1, 2**31, 2**33 + 3]
@@ -38,6 +38,15 @@ def test_hash_and_uniform_are_bitwise_equal(from_vllm: dict[str, torch.Tensor]) 
     h = _hash(from_vllm["seeds"], from_vllm["positions"], VOCAB)
     assert torch.equal(h, from_vllm["hash"])
     assert torch.equal(_uniform(h), from_vllm["uniform"])
+
+
+def test_acceptance_uniform_is_bitwise_equal(from_vllm: dict[str, torch.Tensor]) -> None:
+    assert torch.equal(acceptance_uniform(from_vllm["seeds"], from_vllm["positions"]), from_vllm["acceptance"])
+
+
+def test_kernels_have_the_same_bits(from_vllm: dict[str, torch.Tensor]) -> None:
+    assert torch.equal(from_vllm["kernel_noise"], from_vllm["noise"])
+    assert torch.equal(from_vllm["kernel_acceptance"], from_vllm["acceptance"])
 
 
 def test_noise_is_equal_to_a_few_ulp(from_vllm: dict[str, torch.Tensor]) -> None:
@@ -81,6 +90,20 @@ def test_noise_is_gumbel_distributed_and_finite(monkeypatch: pytest.MonkeyPatch)
     # the two distribution functions, moves from 0.004 to 0.5.
     monkeypatch.setattr(noise, "_shift_right", lambda x, bits: x >> bits)
     assert p_value(gumbel_noise(seeds, positions, 5000).nan_to_num()) < 1e-6
+
+
+def test_acceptance_uniform_is_uniform_and_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, positions = torch.arange(20_000) % 200 - 100, torch.arange(20_000) // 200
+
+    def p_value() -> float:
+        return scipy.stats.kstest(acceptance_uniform(seeds, positions).numpy(), "uniform").pvalue
+
+    assert p_value() > 1e-3
+    first_tokens = gumbel_noise(seeds, positions, 1)[:, 0]
+    assert abs(scipy.stats.spearmanr(acceptance_uniform(seeds, positions), first_tokens).statistic) < 0.03
+    # Bug: too few rounds of Philox.
+    monkeypatch.setattr(noise, "_PHILOX_ROUNDS", 1)
+    assert p_value() < 1e-9
 
 
 def test_no_rows() -> None:

@@ -1,4 +1,4 @@
-"""Run vLLM's own noise functions on the CPU: ``TRITON_INTERPRET=1 python vllm_noise.py IN OUT``.
+"""Run vLLM's own noise functions, and ours, on the CPU: ``TRITON_INTERPRET=1 python vllm_noise.py IN OUT``.
 
 vLLM replaces Triton by placeholders where it finds no accelerator, so its file is loaded alone,
 with ``vllm.triton_utils`` standing for Triton itself.
@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+
+from vllm_specplus.kernels.noise import acceptance_uniform, gumbel_noise
 
 
 def load_gumbel() -> types.ModuleType:
@@ -32,10 +34,22 @@ gumbel = load_gumbel()
 murmur3_hash32 = gumbel.murmur3_hash32
 murmur3_uniform32 = gumbel.murmur3_uniform32
 log1p_neg = gumbel._log1p_neg_stable
+tl_rand32 = gumbel.tl_rand32
 
 
 @triton.jit
-def noise_kernel(seeds_ptr, positions_ptr, hash_ptr, uniform_ptr, noise_ptr, vocab_size, block_size: tl.constexpr):
+def noise_kernel(
+    seeds_ptr,
+    positions_ptr,
+    hash_ptr,
+    uniform_ptr,
+    noise_ptr,
+    kernel_noise_ptr,
+    acceptance_ptr,
+    kernel_acceptance_ptr,
+    vocab_size,
+    block_size: tl.constexpr,
+):
     i_row = tl.program_id(0)
     tokens = tl.arange(0, block_size)
     mask = tokens < vocab_size
@@ -46,6 +60,9 @@ def noise_kernel(seeds_ptr, positions_ptr, hash_ptr, uniform_ptr, noise_ptr, voc
     u = murmur3_uniform32(seed, position, tokens)
     tl.store(uniform_ptr + at, u, mask=mask)
     tl.store(noise_ptr + at, -tl.log(-log1p_neg(u)), mask=mask)
+    tl.store(kernel_noise_ptr + at, gumbel_noise(seed, position, tokens), mask=mask)
+    tl.store(acceptance_ptr + i_row, tl_rand32(seed, position, includes_zero=False))
+    tl.store(kernel_acceptance_ptr + i_row, acceptance_uniform(seed, position))
 
 
 def main(source: str, target: str) -> None:
@@ -56,6 +73,9 @@ def main(source: str, target: str) -> None:
         "hash": torch.empty(rows, vocab_size, dtype=torch.int32),
         "uniform": torch.empty(rows, vocab_size),
         "noise": torch.empty(rows, vocab_size),
+        "kernel_noise": torch.empty(rows, vocab_size),
+        "acceptance": torch.empty(rows),
+        "kernel_acceptance": torch.empty(rows),
     }
     block = triton.next_power_of_2(vocab_size)
     noise_kernel[(rows,)](seeds, positions, *out.values(), vocab_size, block_size=block)

@@ -1,0 +1,83 @@
+"""What the kernels emit, as distributions; each bug put back is seen by the same statistic.
+
+Fewer draws and fewer filters than in tests/verify/test_distribution.py, which asks the same of the torch
+backend: the interpreter is slow. Seeds are fixed.
+"""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, chi_squared, likeliest
+from vllm_specplus.kernels import verify as kernels
+from vllm_specplus.kernels.nucleus import POS_INF, score_tokens
+from vllm_specplus.verify import verify_draft_tokens
+
+NUM_SEEDS = 600
+P = (LOGITS[0].double() / TEMPERATURE).softmax(dim=0)
+Q = (DRAFT_LOGITS[0].double() / TEMPERATURE).softmax(dim=0)
+
+
+def p_value(mode: str) -> float:
+    """Chi-squared of the first tokens of a request of one draft, with many seeds."""
+    drafts, expected = torch.full((NUM_SEEDS,), likeliest(0)), P.clone()
+    options: dict[str, object] = {"strategy": mode}
+    if mode == "topp":
+        # The unlikeliest token is not accepted; what follows is a sample of the likeliest four.
+        drafts = torch.full((NUM_SEEDS,), int(P.argmin()))
+        expected[P.argsort()[:-4]] = 0
+        options["max_candidate_len"] = 4
+    if mode == "sampled drafts":
+        g = torch.Generator().manual_seed(3)
+        drafts = torch.multinomial(Q, NUM_SEEDS, replacement=True, generator=g)
+        options = {"strategy": "rejection", "draft_logits": DRAFT_LOGITS[:2].repeat(NUM_SEEDS, 1)}
+    out = verify_draft_tokens(
+        LOGITS[:2].repeat(NUM_SEEDS, 1),
+        torch.arange(NUM_SEEDS + 1) * 2,
+        torch.stack([drafts, torch.full_like(drafts, -1)], dim=1).flatten(),
+        torch.full((NUM_SEEDS,), TEMPERATURE),
+        seeds=torch.arange(NUM_SEEDS) - 300,
+        positions=torch.tensor([40, 41]).repeat(NUM_SEEDS),
+        backend="triton",
+        **options,
+    )
+    return chi_squared(out.token_ids[:, 0], (expected / expected.sum()).numpy())
+
+
+@pytest.mark.parametrize("mode", ["target_match", "topp", "rejection", "sampled drafts"])
+def test_keeps_the_distribution(mode: str) -> None:
+    assert p_value(mode) > 1e-3
+
+
+@triton.jit
+def forgets_the_draft(row, key, residual, tokens, DRAFT_LOGITS):  # noqa: N803
+    """Bug: what follows a rejection is sampled from p, not from max(p - q, 0)."""
+    return score_tokens(row, key, (residual[0], -1, 0.0, POS_INF), tokens, DRAFT_LOGITS)
+
+
+@triton.jit
+def takes_one_half(seed, position):
+    """Bug: the number that a draft's probability is compared with is no random number."""
+    return tl.full((), 0.5, tl.float32)
+
+
+@pytest.mark.parametrize("mode", ["rejection", "sampled drafts"])
+@pytest.mark.parametrize(("name", "bug"), [("score_tokens", forgets_the_draft), ("acceptance_uniform", takes_one_half)])
+def test_power(mode: str, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, name, bug)
+    assert p_value(mode) < 1e-6
+
+
+@triton.jit
+def same_noise(seed, position, tokens):
+    """Bug: the noise of every request is the same."""
+    return kernels_noise(seed & 0, position, tokens)
+
+
+kernels_noise = kernels.gumbel_noise
+
+
+def test_power_of_target_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "gumbel_noise", same_noise)
+    assert p_value("target_match") < 1e-6
