@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_specplus.verify import STRATEGIES, VerifyOutput, verify_draft_tokens
+from vllm_specplus.verify.checks import make_inputs
 
 
 def arguments(**changes: object) -> dict:
@@ -74,6 +75,19 @@ def test_no_requests_and_requests_without_rows() -> None:
     assert out.num_tokens.tolist()[::2] == [0, 0]
     assert out.token_ids[0].tolist() == [-1] * 4
     assert verify_draft_tokens(**nothing | {"max_rows": 5}).token_ids.shape == (0, 5)
+
+
+@pytest.mark.parametrize("name", ["draft_token_ids", "temperature", "top_p", "seeds", "positions"])
+def test_arguments_may_be_strided(name: str) -> None:
+    """The kernels read vectors as they lie, so these are made contiguous before any backend sees them."""
+    given = arguments(strategy="topp", top_p=torch.tensor([0.7, 0.9]))
+    strided = torch.stack([given[name], torch.zeros_like(given[name])], dim=1)[:, 0]
+    assert not strided.is_contiguous()
+    full = {"top_p": None, "top_k": None, "min_p": None, "seeds": None, "positions": None, "policy": "normal"}
+    full |= {"verify_window": 0, "max_candidate_len": None, "max_rows": None}
+    inputs = make_inputs(**full | given | {name: strided})
+    assert getattr(inputs, name).is_contiguous()
+    assert torch.equal(getattr(inputs, name).double(), given[name].double())
 
 
 def test_same_arguments_same_tokens() -> None:

@@ -125,12 +125,12 @@ def _list_groups(groups, bound, ALL_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _tile(groups, first, num_listed, vocab_size, TILE_GROUPS: tl.constexpr):
-    """[TILE_GROUPS, GROUP_SIZE] int32 tokens of the listed groups from `first` on; `vocab_size` past the last."""
+def _tile(groups, first, num_listed, TILE_GROUPS: tl.constexpr):
+    """[TILE_GROUPS, GROUP_SIZE] int32 tokens of the listed groups from `first` on, then none of the vocabulary."""
     at = first + tl.arange(0, TILE_GROUPS)
-    numbers = tl.load(groups[1] + at, mask=at < num_listed, other=0)
-    tokens = numbers[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-    return tl.where((at < num_listed)[:, None], tokens, vocab_size)
+    # The group after the last lies outside the vocabulary. Tokens stay in runs, as wide loads need them.
+    numbers = tl.load(groups[1] + at, mask=at < num_listed, other=groups[2])
+    return numbers[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _split(row, groups, num_listed, order_key, TILE_GROUPS: tl.constexpr):
     below = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.int32) + least
     beyond = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.int32) + most
     for first in range(0, num_listed, TILE_GROUPS):
-        logits = load_logits(p_row, _tile(groups, first, num_listed, vocab_size, TILE_GROUPS), vocab_size)
+        logits = load_logits(p_row, _tile(groups, first, num_listed, TILE_GROUPS), vocab_size)
         keys = _order_key(logits)
         kept = logits >= lowest
         above = kept & (keys > order_key)
@@ -186,7 +186,7 @@ def find_cut(row, groups, max_count, mass_limit, ALL_GROUPS: tl.constexpr, TILE_
         float32 logit that none of those tokens is below, and their mass, float32.
     """
     mass_limit = tl.maximum(mass_limit, 1e-37)
-    bound = tl.maximum(_kth_group_max(groups, max_count, ALL_GROUPS), -LARGEST)
+    bound = tl.maximum(_kth_group_max(groups, max_count, ALL_GROUPS), row[4])
     num_listed = _list_groups(groups, bound, ALL_GROUPS)
     # The cut is the smallest logit of a token above which there are fewer and less.
     middle, high = _order_key(bound) - 1, _order_key(row[3])
@@ -218,7 +218,7 @@ def _before(row, groups, num_listed, token, logit, TILE_GROUPS: tl.constexpr):
     count = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.int32)
     mass = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.float32)
     for first in range(0, num_listed, TILE_GROUPS):
-        tokens = _tile(groups, first, num_listed, vocab_size, TILE_GROUPS)
+        tokens = _tile(groups, first, num_listed, TILE_GROUPS)
         logits = load_logits(p_row, tokens, vocab_size)
         before = (logits > logit) | ((logits == logit) & (tokens < token))
         count += before.to(tl.int32)
@@ -235,7 +235,7 @@ def _sample_before(
     best = tl.full((TILE_GROUPS, GROUP_SIZE), NEG_INF, tl.float32)
     best_tokens = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.int32) + vocab_size
     for first in range(0, num_listed, TILE_GROUPS):
-        tokens = _tile(groups, first, num_listed, vocab_size, TILE_GROUPS)
+        tokens = _tile(groups, first, num_listed, TILE_GROUPS)
         logits, score = score_tokens(row, key, residual, tokens, DRAFT_LOGITS)
         before = (logits > logit) | ((logits == logit) & (tokens < token))
         # Groups come in rising order, so of equal scores in one place the first has the lowest token.

@@ -156,7 +156,8 @@ def _row_stats(
     tl.store(p_floats + _SUM * num_blocks, tl.sum(weight))
     if STRATEGY == _TARGET_MATCH:
         noise = gumbel_noise(tl.load(seeds_ptr + i_req), tl.load(positions_ptr + i_row), tokens)
-        score = tl.minimum(logits / temperature + noise, LARGEST)
+        # The mask holds at a temperature of infinity too, where the quotient is no number.
+        score = tl.where(logits > NEG_INF, tl.minimum(logits / temperature + noise, LARGEST), NEG_INF)
         score, sample = best_of(score, tokens, vocab_size)
         tl.store(p_floats + _SCORE * num_blocks, score)
         tl.store(p_ints + _SAMPLE * num_blocks, sample)
@@ -346,6 +347,7 @@ def _sample_of_row(
             token = settle_sample(
                 row, groups, key, residual, token, floor, top_k, limit, False, ALL_GROUPS, TILE_GROUPS
             )
+            token = tl.where(token >= 0, token, first)
     return token
 
 
@@ -765,7 +767,7 @@ def verify(inputs: VerifyInputs, workspace: Workspace | None = None) -> VerifyOu
 
     block_size = _block_size(vocab_size)
     num_blocks, num_groups = w.floats.shape[2], w.group_max.shape[1]
-    wide = {"FILTERED": filtered, "BLOCK_GROUPS": block_size // GROUP_SIZE.value, "num_warps": 4}
+    wide = {"FILTERED": filtered, "BLOCK_GROUPS": block_size // GROUP_SIZE.value, "num_warps": 8}
     narrow = {
         "FILTERED": filtered,
         "ALL_BLOCKS": triton.next_power_of_2(num_blocks),

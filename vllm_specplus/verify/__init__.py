@@ -66,8 +66,8 @@ def verify_draft_tokens(
             were sampled from at the request's temperature (before it is applied, without top-p,
             top-k or min-p). None: the drafts were not sampled (n-grams, a greedy draft model).
         workspace: `triton`: outputs and scratch made before (``kernels.verify.Workspace``), so that
-            with `max_rows`, `seeds` and `positions` given, int64 tensors and float32 parameters,
-            nothing is allocated. The result stands in it until the next call.
+            with `max_rows`, `seeds` and `positions` given, contiguous int64 tensors and float32
+            parameters, nothing is allocated. The result stands in it until the next call.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed. Ranges of values

@@ -58,17 +58,17 @@ def make_inputs(
     _check_draft_logits(strategy, logits, draft_logits)
     if logits.device.type == "cpu":
         _check_values(cu_num_rows, logits.shape[0], temperature, top_p, top_k, min_p)
-    cu = cu_num_rows.to(torch.int64)
+    cu = cu_num_rows.to(torch.int64).contiguous()
     return VerifyInputs(
         logits=logits,
         cu_num_rows=cu,
-        draft_token_ids=draft_token_ids.to(torch.int64),
-        temperature=temperature.to(torch.float32),
-        top_p=None if top_p is None else top_p.to(torch.float32),
-        top_k=None if top_k is None else top_k.to(torch.int64),
-        min_p=None if min_p is None else min_p.to(torch.float32),
-        seeds=_fresh_seeds(temperature) if seeds is None else seeds.to(torch.int64),
-        positions=_row_numbers(logits) if positions is None else positions.to(torch.int64),
+        draft_token_ids=draft_token_ids.to(torch.int64).contiguous(),
+        temperature=temperature.to(torch.float32).contiguous(),
+        top_p=None if top_p is None else top_p.to(torch.float32).contiguous(),
+        top_k=None if top_k is None else top_k.to(torch.int64).contiguous(),
+        min_p=None if min_p is None else min_p.to(torch.float32).contiguous(),
+        seeds=_fresh_seeds(temperature) if seeds is None else seeds.to(torch.int64).contiguous(),
+        positions=_row_numbers(logits) if positions is None else positions.to(torch.int64).contiguous(),
         strategy=strategy,
         policy=policy,
         verify_window=verify_window,
