@@ -24,6 +24,7 @@ TOP_P_MARGIN = 2e-6
 MIN_P_MARGIN = 1e-4
 SCORE_MARGIN = 1e-5
 RATIO_MARGIN = 1e-5
+SMALLEST_PROBABILITY = 1e-30
 # Where q is close to p, the logarithm of p - q is known less well.
 RESIDUAL_MARGIN = 1e-3
 
@@ -145,13 +146,18 @@ def make_case(shape: Shape) -> VerifyInputs:
 
 
 def make_draft_logits(logits: torch.Tensor, drafts: list[int], g: torch.Generator) -> torch.Tensor:
-    """Logits near the target's, and on some rows one-hot ones, as for drafts that were not sampled."""
+    """Logits near the target's, and on some rows one-hot or none, as for drafts that were not sampled."""
     draft_logits = logits.nan_to_num(nan=0.0, posinf=9.0, neginf=-9.0).clamp(-30, 30)
     draft_logits += torch.randn(logits.shape, generator=g) * 2
     for row, draft in enumerate(drafts):
-        if 0 <= draft < logits.shape[1] and torch.rand(1, generator=g) < 0.3:
+        kind = torch.rand(1, generator=g)
+        if kind < 0.1:
             draft_logits[row] = -math.inf
-            draft_logits[row, draft] = 0
+        elif kind < 0.15:
+            draft_logits[row] = math.nan
+        elif 0 <= draft < logits.shape[1] and kind < 0.4:
+            draft_logits[row] = -math.inf
+            draft_logits[row, draft] = 0 if kind < 0.3 else math.inf
     return draft_logits
 
 
@@ -185,7 +191,8 @@ def is_close(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> bool:
     best, second = [*sorted(row.score.values(), reverse=True), -math.inf][:2]
     if math.isinf(best):
         return False  # exact ties, which the lower id wins
-    probabilistic = inputs.strategy == "rejection" and inputs.draft_logits is not None
+    drawn_by = draft_probabilities(inputs, r, i) if inputs.strategy == "rejection" else None
+    probabilistic = drawn_by is not None
     margin = RESIDUAL_MARGIN if probabilistic else SCORE_MARGIN
     if best - second < margin * max(1.0, abs(best) / 10):
         return True
@@ -193,7 +200,9 @@ def is_close(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> bool:
         return False
     z = request_z(inputs, r)[i - int(inputs.cu_num_rows[r])].tolist()
     p = softmax(z, row.candidates)
-    q = draft_probabilities(inputs, r, i) if probabilistic else {row.draft: 1.0}
+    q = drawn_by or {row.draft: 1.0}
+    if any(0 < v < SMALLEST_PROBABILITY for v in (p.get(row.draft, 0.0), q[row.draft])):
+        return True
     u = acceptance_uniform(inputs.seeds[r : r + 1], inputs.positions[i : i + 1]).item()
     if abs(p.get(row.draft, 0.0) - u * q[row.draft]) < RATIO_MARGIN * q[row.draft]:
         return row.draft in p

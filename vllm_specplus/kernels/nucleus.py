@@ -12,7 +12,7 @@ tuples on:
                                                             logits of at least `lowest`
     groups    p_group_max, p_list, num_groups               maxima, and scratch of as many int32
     key       seed, position                                of the noise
-    residual  p_draft_row, excluded, target_lse, draft_lse  see `score_tokens`
+    residual  p_draft_row, excluded, log_mass, draft_M, draft_log_mass     see `score_tokens`
 """
 
 import triton
@@ -61,21 +61,21 @@ def best_of(score, tokens, vocab_size):
 def score_tokens(row, key, residual, tokens, DRAFT_LOGITS: tl.constexpr):
     """Some logits, and the score whose argmax is the sample: float32, of the shape of `tokens`.
 
-    The sample is of the row without the token `excluded` (-1: none); or, if `draft_lse` is finite,
-    of what the row has more of than the draft model's (max(p - q, 0)), given the logs of the sums of
-    exp(logit / temperature) of both. A score of -inf: the token cannot be sampled. The division by
-    the temperature is that of vLLM's kernels, for the sake of equal bits.
+    The sample is of the row without the token `excluded` (-1: none); or, if `draft_log_mass` is finite,
+    of what the row has more of than the draft model's (max(p - q, 0)), given the logs of the masses of
+    both, and the largest draft logit. A score of -inf: the token cannot be sampled. The division by the
+    temperature is that of vLLM's kernels, for the sake of equal bits.
     """
-    p_row, vocab_size, temperature, _, lowest = row
+    p_row, vocab_size, temperature, M, lowest = row
     seed, position = key
-    p_draft_row, excluded, target_lse, draft_lse = residual
+    p_draft_row, excluded, log_mass, draft_M, draft_log_mass = residual
     logits = load_logits(p_row, tokens, vocab_size)
     noise = gumbel_noise(seed, position, tokens)
     score = logits / temperature + noise
     if DRAFT_LOGITS:
-        if draft_lse < POS_INF:
-            log_p = logits / temperature - target_lse
-            log_q = load_logits(p_draft_row, tokens, vocab_size) / temperature - draft_lse
+        if draft_log_mass < POS_INF:
+            log_p = (logits - M) / temperature - log_mass
+            log_q = (load_logits(p_draft_row, tokens, vocab_size) - draft_M) / temperature - draft_log_mass
             ratio = tl.exp(log_q - log_p)
             # NaN, where neither has any, is not below 1.
             score = tl.where(ratio < 1.0, log_p + tl.log(1.0 - ratio) + noise, NEG_INF)
@@ -177,16 +177,20 @@ def _split(row, groups, num_listed, order_key, TILE_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def find_cut(row, groups, max_count, mass_limit, ALL_GROUPS: tl.constexpr, TILE_GROUPS: tl.constexpr):
+def find_cut(row, groups, max_count, total, mass_limit, ALL_GROUPS: tl.constexpr, TILE_GROUPS: tl.constexpr):
     """Cut the order where `max_count` tokens, or the mass `mass_limit`, lie above a token.
 
     Of the tokens that min-p keeps those stay that have fewer and less above them, and the first.
+    `total`: what all tokens that compete weigh, of which `mass_limit` is a part, or infinite: no limit.
 
     Returns:
         float32 logit that none of those tokens is below, and their mass, float32.
     """
     mass_limit = tl.maximum(mass_limit, 1e-37)
-    bound = tl.maximum(_kth_group_max(groups, max_count, ALL_GROUPS), row[4])
+    # Tokens so unlikely that all of a vocabulary of them weighs less than what may be left out.
+    left_out = tl.maximum(total - mass_limit - 4e-6 * total, 0.0)
+    negligible = row[3] + row[2] * tl.log(left_out / row[1])
+    bound = tl.maximum(tl.maximum(_kth_group_max(groups, max_count, ALL_GROUPS), row[4]), negligible)
     num_listed = _list_groups(groups, bound, ALL_GROUPS)
     # The cut is the smallest logit of a token above which there are fewer and less.
     middle, high = _order_key(bound) - 1, _order_key(row[3])

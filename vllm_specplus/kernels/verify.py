@@ -55,12 +55,16 @@ _REJECT_ALL = tl.constexpr(POLICIES.index("reject_all"))
 _MAX, _SUM, _ABOVE, _SCORE, _DRAFT_MAX, _DRAFT_SUM, _NUM_FLOATS = (tl.constexpr(i) for i in range(7))
 _ARGMAX, _RANK, _SAMPLE, _NUM_INTS = (tl.constexpr(i) for i in range(4))
 # What `_accept` leaves to be sampled for a request; a row of -1: nothing.
-_PLAN_MAX, _PLAN_LIMIT, _PLAN_FLOOR, _PLAN_TARGET_LSE, _PLAN_DRAFT_LSE, _PLAN_FLOATS = (
-    tl.constexpr(i) for i in range(6)
+_PLAN_MAX, _PLAN_LIMIT, _PLAN_FLOOR, _PLAN_LOG_MASS, _PLAN_DRAFT_MAX, _PLAN_DRAFT_LOG_MASS, _PLAN_FLOATS = (
+    tl.constexpr(i) for i in range(7)
 )
 _PLAN_ROW, _PLAN_SLOT, _PLAN_EXCLUDED, _PLAN_FIRST, _PLAN_INTS = (tl.constexpr(i) for i in range(5))
 
 _NO_LIMIT = tl.constexpr(2**31 - 1)
+# Temperatures beyond it make a row as flat as this one does, but their reciprocals are no ordinary floats.
+_HOTTEST = tl.constexpr(1e30)
+# The most programs that a launch has along its second and third axis.
+_MOST_PROGRAMS = 65_535
 
 
 @triton.jit
@@ -74,7 +78,7 @@ def _rows_of(cu_ptr, i_req, max_rows):
 @triton.jit
 def _temperature_of(temperature_ptr, i_req, STRATEGY: tl.constexpr):
     """The divisor of a request's logits, and whether the request is greedy."""
-    temperature = tl.load(temperature_ptr + i_req)
+    temperature = tl.minimum(tl.load(temperature_ptr + i_req), _HOTTEST)
     greedy = (temperature == 0.0) | (STRATEGY == _GREEDY)
     return tl.where(greedy, 1.0, temperature), greedy
 
@@ -110,7 +114,7 @@ def _block_tokens(i_block, BLOCK_GROUPS: tl.constexpr):
     return groups, groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows"])
 def _row_stats(
     logits_ptr,  # [num_rows, vocab]
     logits_stride,
@@ -156,9 +160,7 @@ def _row_stats(
     tl.store(p_floats + _SUM * num_blocks, tl.sum(weight))
     if STRATEGY == _TARGET_MATCH:
         noise = gumbel_noise(tl.load(seeds_ptr + i_req), tl.load(positions_ptr + i_row), tokens)
-        # The mask holds at a temperature of infinity too, where the quotient is no number.
-        score = tl.where(logits > NEG_INF, tl.minimum(logits / temperature + noise, LARGEST), NEG_INF)
-        score, sample = best_of(score, tokens, vocab_size)
+        score, sample = best_of(tl.minimum(logits / temperature + noise, LARGEST), tokens, vocab_size)
         tl.store(p_floats + _SCORE * num_blocks, score)
         tl.store(p_ints + _SAMPLE * num_blocks, sample)
     elif i_slot < num_rows - 1:
@@ -214,12 +216,12 @@ def _mass_of(stats, i_row, which: tl.constexpr, M, temperature, ALL_BLOCKS: tl.c
 
 
 @triton.jit
-def _draft_lse_of(stats, i_row, temperature, ALL_BLOCKS: tl.constexpr):
-    """The log of the sum of exp(logit / temperature) of the draft model's row: float32."""
+def _draft_mass_of(stats, i_row, temperature, ALL_BLOCKS: tl.constexpr):
+    """The largest logit of the draft model's row, -inf if it has no distribution, and its mass: float32."""
     best = _floats_of(stats, i_row, _DRAFT_MAX, NEG_INF, ALL_BLOCKS)
     M = tl.max(best, axis=0)
     mass = tl.sum(_floats_of(stats, i_row, _DRAFT_SUM, 0.0, ALL_BLOCKS) * weigh(best, M, temperature), axis=0)
-    return M / temperature + tl.log(mass)
+    return M, mass
 
 
 @triton.jit
@@ -228,7 +230,8 @@ def _kept_by_count(row, groups, filters, total, ALL_GROUPS: tl.constexpr, TILE_G
     _, top_k, min_p = filters
     floor, mass = -LARGEST, total
     if (top_k < row[1]) | (min_p > 0.0):
-        floor, mass = find_cut(row, groups, top_k, tl.full((), POS_INF, tl.float32), ALL_GROUPS, TILE_GROUPS)
+        no_limit = tl.full((), POS_INF, tl.float32)
+        floor, mass = find_cut(row, groups, top_k, total, no_limit, ALL_GROUPS, TILE_GROUPS)
     return floor, mass
 
 
@@ -238,7 +241,7 @@ def _nucleus_mass(row, groups, filters, total, ALL_GROUPS: tl.constexpr, TILE_GR
     top_p, top_k, _ = filters
     _, mass = _kept_by_count(row, groups, filters, total, ALL_GROUPS, TILE_GROUPS)
     if top_p < 1.0:
-        _, mass = find_cut(row, groups, top_k, top_p * mass, ALL_GROUPS, TILE_GROUPS)
+        _, mass = find_cut(row, groups, top_k, mass, top_p * mass, ALL_GROUPS, TILE_GROUPS)
     return mass
 
 
@@ -256,17 +259,17 @@ def _is_candidate(
 ):
     """Whether a draft is one of the first `max_candidates` of the nucleus: bool.
 
-    `standing`: the weight of the draft, its rank, and the mass above it.
+    `standing`: the logit of the draft, its rank, and the mass above it.
     """
     top_p, top_k, min_p = filters
-    weight, rank, above = standing
-    inside = (weight >= min_p) & (rank < tl.minimum(top_k, max_candidates))
+    logit, rank, above = standing
+    inside = (logit >= row[4]) & (rank < tl.minimum(top_k, max_candidates))
     if FILTERED:
         if inside & (top_p < 1.0):
             # What min-p and top-k leave is at most the total, and at least the draft and what is above it.
             inside = above < top_p * total
             is_open = (top_k < row[1]) | (min_p > 0.0)
-            if inside & is_open & (above >= top_p * (above + weight)):
+            if inside & is_open & (above >= top_p * (above + weigh(logit, row[3], row[2]))):
                 _, mass = _kept_by_count(row, groups, filters, total, ALL_GROUPS, TILE_GROUPS)
                 inside = above < top_p * mass
     return inside | (rank == 0)
@@ -285,7 +288,8 @@ def _passes(
     TILE_GROUPS: tl.constexpr,
 ):
     """Whether the probability of a draft of the nucleus exceeds `bar`: bool. `standing` as in `_is_candidate`."""
-    weight, _, above = standing
+    logit, _, above = standing
+    weight = weigh(logit, row[3], row[2])
     passes = weight > bar * total
     if FILTERED:
         # The mass of the nucleus is at most the total, and at least the draft and what is above it.
@@ -343,7 +347,7 @@ def _sample_of_row(
             total = _mass_of(stats, i_row, _SUM, row[3], row[2], ALL_BLOCKS)
             floor, mass = _kept_by_count(row, groups, filters, total, ALL_GROUPS, TILE_GROUPS)
             limit = tl.where(top_p < 1.0, top_p * mass, POS_INF)
-            residual = (row[0], -1, 0.0, POS_INF)
+            residual = (row[0], -1, 0.0, 0.0, POS_INF)
             token = settle_sample(
                 row, groups, key, residual, token, floor, top_k, limit, False, ALL_GROUPS, TILE_GROUPS
             )
@@ -351,7 +355,7 @@ def _sample_of_row(
     return token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows", "verify_window", "max_candidates"])
 def _accept(
     logits_ptr,  # [num_rows, vocab]
     logits_stride,
@@ -429,7 +433,7 @@ def _accept(
                     total = _mass_of(stats, i_row, _SUM, M, temperature, ALL_BLOCKS)
                     rank = tl.sum(_ints_of(stats, i_row, _RANK, 0, ALL_BLOCKS), axis=0)
                     above = _mass_of(stats, i_row, _ABOVE, M, temperature, ALL_BLOCKS)
-                    standing = (weigh(logit, M, temperature), rank, above)
+                    standing = (logit, rank, above)
                     accepted = _is_candidate(
                         row, groups, filters, total, standing, max_candidates, FILTERED, ALL_GROUPS, TILE_GROUPS
                     )
@@ -437,9 +441,10 @@ def _accept(
                         if accepted:
                             bar = acceptance_uniform(seed, position)
                             if draft_logits_ptr is not None:
+                                draft_M, draft_mass = _draft_mass_of(stats, i_row, temperature, ALL_BLOCKS)
                                 p_draft_row = draft_logits_ptr + i_row * draft_logits_stride
-                                log_q = load_logits(p_draft_row, draft, vocab_size) / temperature
-                                bar *= tl.exp(log_q - _draft_lse_of(stats, i_row, temperature, ALL_BLOCKS))
+                                q = weigh(load_logits(p_draft_row, draft, vocab_size), draft_M, temperature)
+                                bar *= tl.where(draft_M > NEG_INF, q / draft_mass, 1.0)
                             accepted = _passes(
                                 row, groups, filters, total, standing, bar, FILTERED, ALL_GROUPS, TILE_GROUPS
                             )
@@ -483,22 +488,25 @@ def _accept(
                 tl.store(p_plan + _PLAN_LIMIT, tl.where(filters[0] < 1.0, filters[0] * mass, POS_INF))
                 if max_candidates < tl.minimum(filters[1], vocab_size):
                     no_limit = tl.full((), POS_INF, tl.float32)
-                    floor, _ = find_cut(row, groups, max_candidates, no_limit, ALL_GROUPS, TILE_GROUPS)
+                    floor, _ = find_cut(row, groups, max_candidates, total, no_limit, ALL_GROUPS, TILE_GROUPS)
                 tl.store(p_plan + _PLAN_FLOOR, floor)
             excluded = tl.full((), -1, tl.int32)
-            draft_lse = POS_INF
+            draft_log_mass = POS_INF
             if (STRATEGY == _REJECTION) & (POLICY == _NORMAL):
                 if run < num_rows - 1:
                     draft, _ = _draft_of(p_row, drafts_ptr, i_row, vocab_size)
-                    if draft_logits_ptr is None:
-                        excluded = draft
-                    elif draft >= 0:
-                        draft_lse = _draft_lse_of(stats, i_row, temperature, ALL_BLOCKS)
-                        mass = total
-                        if FILTERED:
-                            mass = _nucleus_mass(row, groups, filters, total, ALL_GROUPS, TILE_GROUPS)
-                        tl.store(p_plan + _PLAN_TARGET_LSE, M / temperature + tl.log(mass))
-            tl.store(p_plan + _PLAN_DRAFT_LSE, draft_lse)
+                    excluded = draft
+                    if draft_logits_ptr is not None:
+                        draft_M, draft_mass = _draft_mass_of(stats, i_row, temperature, ALL_BLOCKS)
+                        if (draft >= 0) & (draft_M > NEG_INF):
+                            excluded = tl.full((), -1, tl.int32)
+                            draft_log_mass = tl.log(draft_mass)
+                            mass = total
+                            if FILTERED:
+                                mass = _nucleus_mass(row, groups, filters, total, ALL_GROUPS, TILE_GROUPS)
+                            tl.store(p_plan + _PLAN_LOG_MASS, tl.log(mass))
+                            tl.store(p_plan + _PLAN_DRAFT_MAX, draft_M)
+            tl.store(p_plan + _PLAN_DRAFT_LOG_MASS, draft_log_mass)
             p_plan = plan_ints_ptr + i_req * _PLAN_INTS
             tl.store(p_plan + _PLAN_ROW, i_row)
             tl.store(p_plan + _PLAN_SLOT, run)
@@ -535,11 +543,17 @@ def _plan_of(
     p_draft_row = p_row
     if draft_logits_ptr is not None:
         p_draft_row = draft_logits_ptr + i_row * draft_logits_stride
-    temperature, M = tl.load(temperature_ptr + i_req), tl.load(p_floats + _PLAN_MAX)
+    temperature, _ = _temperature_of(temperature_ptr, i_req, _REJECTION)
+    M = tl.load(p_floats + _PLAN_MAX)
     row = (p_row, vocab_size, temperature, M, lowest_kept(M, temperature, min_p))
     key = (tl.load(seeds_ptr + i_req), tl.load(positions_ptr + i_row))
-    target_lse, draft_lse = tl.load(p_floats + _PLAN_TARGET_LSE), tl.load(p_floats + _PLAN_DRAFT_LSE)
-    residual = (p_draft_row, tl.load(p_ints + _PLAN_EXCLUDED), target_lse, draft_lse)
+    residual = (
+        p_draft_row,
+        tl.load(p_ints + _PLAN_EXCLUDED),
+        tl.load(p_floats + _PLAN_LOG_MASS),
+        tl.load(p_floats + _PLAN_DRAFT_MAX),
+        tl.load(p_floats + _PLAN_DRAFT_LOG_MASS),
+    )
     return row, key, residual
 
 
@@ -597,7 +611,7 @@ def _sample(
     tl.store(samples_ptr + at, best_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows", "max_candidates"])
 def _emit(
     logits_ptr,
     logits_stride,
@@ -740,13 +754,17 @@ def verify(inputs: VerifyInputs, workspace: Workspace | None = None) -> VerifyOu
         workspace: where results and scratch go; None: made anew.
 
     Raises:
-        ValueError: the workspace does not fit, or nothing can run the kernels where the tensors are.
+        ValueError: the workspace does not fit, there are more than 65,535 requests or rows of one, or nothing
+            can run the kernels where the tensors are.
     """
     if inputs.logits.device.type == "cpu" and isinstance(_accept, triton.JITFunction):
         raise ValueError(
             "logits are on cpu; allowed with backend 'triton': an accelerator, or TRITON_INTERPRET=1 in the environment"
         )
     num_rows, num_reqs, vocab_size, max_rows = inputs.num_rows, inputs.num_reqs, inputs.vocab_size, inputs.max_rows
+    for name, size in (("temperature", num_reqs), ("max_rows", max_rows)):
+        if size > _MOST_PROGRAMS:
+            raise ValueError(f"{name} is for {size:,}; allowed with backend 'triton': at most {_MOST_PROGRAMS:,}")
     if workspace is None:
         workspace = Workspace.allocate(num_rows, num_reqs, vocab_size, max_rows, inputs.logits.device)
     workspace.check(inputs)
@@ -762,7 +780,7 @@ def verify(inputs: VerifyInputs, workspace: Workspace | None = None) -> VerifyOu
     both_logits = (logits, logits.stride(0), draft_logits, 0 if draft_logits is None else draft_logits.stride(0))
     filters = (inputs.top_p, inputs.top_k, inputs.min_p)
     filtered = inputs.max_candidate_len is not None or any(f is not None for f in filters)
-    max_candidates = _NO_LIMIT.value if inputs.max_candidate_len is None else inputs.max_candidate_len
+    max_candidates = min(inputs.max_candidate_len or _NO_LIMIT.value, _NO_LIMIT.value)
     strategy, policy = STRATEGIES.index(inputs.strategy), POLICIES.index(inputs.policy)
 
     block_size = _block_size(vocab_size)
@@ -775,88 +793,89 @@ def verify(inputs: VerifyInputs, workspace: Workspace | None = None) -> VerifyOu
         "TILE_GROUPS": min(TILE_SIZE // GROUP_SIZE.value, triton.next_power_of_2(num_groups)),
         "num_warps": 16 if filtered else 4,
     }
-    _row_stats[(num_blocks, max_rows, num_reqs)](
-        *both_logits,
-        inputs.cu_num_rows,
-        inputs.draft_token_ids,
-        inputs.temperature,
-        inputs.seeds,
-        inputs.positions,
-        w.floats,
-        w.ints,
-        w.group_max,
-        vocab_size,
-        max_rows,
-        num_blocks,
-        num_groups,
-        STRATEGY=strategy,
-        **wide,
-    )
-    _accept[(num_reqs,)](
-        *both_logits,
-        inputs.cu_num_rows,
-        inputs.draft_token_ids,
-        inputs.temperature,
-        *filters,
-        inputs.seeds,
-        inputs.positions,
-        w.floats,
-        w.ints,
-        w.group_max,
-        w.group_list,
-        w.plan_floats,
-        w.plan_ints,
-        w.token_ids,
-        w.num_tokens,
-        vocab_size,
-        max_rows,
-        num_blocks,
-        num_groups,
-        inputs.verify_window,
-        max_candidates,
-        STRATEGY=strategy,
-        POLICY=policy,
-        ALL_SLOTS=triton.next_power_of_2(max_rows),
-        **narrow,
-    )
-    if inputs.strategy in ("topp", "rejection"):
-        _sample[(num_blocks, num_reqs)](
+    with torch.cuda.device_of(logits):
+        _row_stats[(num_blocks, max_rows, num_reqs)](
             *both_logits,
+            inputs.cu_num_rows,
+            inputs.draft_token_ids,
             inputs.temperature,
-            inputs.min_p,
             inputs.seeds,
             inputs.positions,
+            w.floats,
+            w.ints,
             w.group_max,
-            w.plan_floats,
-            w.plan_ints,
-            w.scores,
-            w.samples,
-            vocab_size,
-            num_blocks,
-            num_groups,
-            **wide,
-        )
-        _emit[(num_reqs,)](
-            *both_logits,
-            inputs.temperature,
-            inputs.top_k,
-            inputs.min_p,
-            inputs.seeds,
-            inputs.positions,
-            w.group_max,
-            w.group_list,
-            w.plan_floats,
-            w.plan_ints,
-            w.scores,
-            w.samples,
-            w.token_ids,
             vocab_size,
             max_rows,
             num_blocks,
             num_groups,
+            STRATEGY=strategy,
+            **wide,
+        )
+        _accept[(num_reqs,)](
+            *both_logits,
+            inputs.cu_num_rows,
+            inputs.draft_token_ids,
+            inputs.temperature,
+            *filters,
+            inputs.seeds,
+            inputs.positions,
+            w.floats,
+            w.ints,
+            w.group_max,
+            w.group_list,
+            w.plan_floats,
+            w.plan_ints,
+            w.token_ids,
+            w.num_tokens,
+            vocab_size,
+            max_rows,
+            num_blocks,
+            num_groups,
+            min(inputs.verify_window, max_rows),
             max_candidates,
+            STRATEGY=strategy,
+            POLICY=policy,
+            ALL_SLOTS=triton.next_power_of_2(max_rows),
             **narrow,
         )
+        if inputs.strategy in ("topp", "rejection"):
+            _sample[(num_blocks, num_reqs)](
+                *both_logits,
+                inputs.temperature,
+                inputs.min_p,
+                inputs.seeds,
+                inputs.positions,
+                w.group_max,
+                w.plan_floats,
+                w.plan_ints,
+                w.scores,
+                w.samples,
+                vocab_size,
+                num_blocks,
+                num_groups,
+                **wide,
+            )
+            _emit[(num_reqs,)](
+                *both_logits,
+                inputs.temperature,
+                inputs.top_k,
+                inputs.min_p,
+                inputs.seeds,
+                inputs.positions,
+                w.group_max,
+                w.group_list,
+                w.plan_floats,
+                w.plan_ints,
+                w.scores,
+                w.samples,
+                w.token_ids,
+                vocab_size,
+                max_rows,
+                num_blocks,
+                num_groups,
+                max_candidates,
+                **narrow,
+            )
     return output
 
 

@@ -180,7 +180,7 @@ def _check_values(
 ) -> None:
     if cu[0] != 0 or cu[-1] != rows or bool((cu[1:] < cu[:-1]).any()):
         raise ValueError(f"cu_num_rows is {cu.tolist()}; allowed: never falling, from 0 to {rows}, the rows of logits")
-    _check_range("temperature", temperature, 0.0, float("inf"))
+    _check_range("temperature", temperature, 0.0, torch.finfo(torch.float32).max)
     _check_range("top_p", top_p, 0.0, 1.0)
     _check_range("top_k", top_k, -1, float("inf"))
     _check_range("min_p", min_p, 0.0, 1.0)

@@ -31,7 +31,8 @@ nowhere it emits the first. q is the softmax of the draft logits divided by the 
 
 Values that are no ordinary number: a NaN logit counts as -inf; a draft whose z is -inf, that is
 not in the vocabulary, or that stands on a bonus row is never accepted; a row of -inf alone emits
-token 0; logits of +inf share all the mass, and a sample takes the lowest id among them.
+token 0; logits of +inf share all the mass, and a sample takes the lowest id among them. A row of
+draft logits that is all -inf is no distribution: its draft was not sampled, and q(d) is 1.
 
 Arithmetic: z and z + noise are float32; masses are float64 sums of exp(z - max z) here and may be
 float32 in a backend. Backends must therefore agree whenever no mass lies within rounding (about
@@ -39,7 +40,7 @@ float32 in a backend. Backends must therefore agree whenever no mass lies within
 A mass within rounding of the threshold may go either way; whichever way, what is emitted has been
 a candidate by the backend's own sums. Two logits that differ may have the same z; a backend may order
 them by the logits, which spares it a division. Likewise p(d) within rounding of u q(d), and scores of z or
-log(p - q) + noise within rounding of each other.
+log(p - q) + noise within rounding of each other. A probability under 1e-30 may count as 0.
 
 Sources: drafting and verifying, Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023
 (arXiv:2302.01318), which is `rejection`. `topp` and its window, the verification rule of PaddleNLP and FastDeploy.
@@ -141,23 +142,24 @@ def read_row(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> Row:
         return Row(order, candidates, {token: noisy[token] for token in candidates}, draft)
 
     p = softmax(values, candidates)
-    if inputs.draft_logits is None:
+    q = draft_probabilities(inputs, r, i)
+    if q is None:
         q = {draft: 1.0}
         score = {token: noisy[token] for token in candidates if token != draft}
     else:
-        q = draft_probabilities(inputs, r, i)
         more = [token for token in candidates if p[token] > q[token]]
         score = {token: math.log(p[token] - q[token]) + noise[token].item() for token in more}
     passes = p.get(draft, 0.0) > acceptance_uniform(seed, position).item() * q[draft]
     return Row(order, candidates, score or {order[0]: 0.0}, draft, passes)
 
 
-def draft_probabilities(inputs: VerifyInputs, r: int, i: int) -> dict[int, float]:
-    """The probabilities by which the draft of row i was drawn."""
-    assert inputs.draft_logits is not None
+def draft_probabilities(inputs: VerifyInputs, r: int, i: int) -> dict[int, float] | None:
+    """The probabilities by which the draft of row i was drawn, or None if it was not."""
+    if inputs.draft_logits is None:
+        return None
     z = inputs.draft_logits[i].to(torch.float32)
     z = torch.where(z.isnan(), float("-inf"), z) / inputs.temperature[r]
-    return softmax(z.tolist(), list(range(z.shape[0])))
+    return None if z.max() == -math.inf else softmax(z.tolist(), list(range(z.shape[0])))
 
 
 def softmax(values: list[float], tokens: list[int]) -> dict[int, float]:

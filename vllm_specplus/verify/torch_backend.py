@@ -163,7 +163,7 @@ def _accept_by_ratio(inputs: VerifyInputs, layout: _Layout, drafts: torch.Tensor
         nucleus, request, at = _read_nucleus(inputs, layout, rows), layout.request[rows], drafts[rows, None]
         u = acceptance_uniform(inputs.seeds[request], inputs.positions[rows])
         if inputs.draft_logits is not None:
-            u = u * _draft_probabilities(inputs, layout, rows).gather(1, at)[:, 0]
+            u = u * _draft_probabilities(inputs, layout, rows, drafts[rows]).gather(1, at)[:, 0]
         passes = _probabilities(nucleus).gather(1, at)[:, 0] > u
         accepted[rows] = torch.where(inputs.temperature[request] > 0, passes, nucleus.z.argmax(dim=1) == at[:, 0])
     return accepted
@@ -213,16 +213,22 @@ def _sample_residual(
         ids = torch.arange(inputs.vocab_size, device=rows.device)
         score.masked_fill_(ids == rejected[:, None], _NEG_INF)
     else:
-        residual = (p - _draft_probabilities(inputs, layout, rows)).clamp_(min=0)
+        residual = (p - _draft_probabilities(inputs, layout, rows, rejected)).clamp_(min=0)
         score = torch.where(was_rejected, residual.log_() + noise, score)
     best = score.max(dim=1)
     return torch.where(best.values > _NEG_INF, best.indices, nucleus.z.argmax(dim=1))
 
 
-def _draft_probabilities(inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor) -> torch.Tensor:
-    """``[n, vocab]`` float32: the distribution that each row's draft was drawn from."""
+def _draft_probabilities(
+    inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor, drafts: torch.Tensor
+) -> torch.Tensor:
+    """``[n, vocab]`` float32: the distribution that each row's draft was drawn from, if there was one."""
     assert inputs.draft_logits is not None
-    return _scale(inputs, layout, rows, inputs.draft_logits[rows]).softmax(dim=1)
+    z = _scale(inputs, layout, rows, inputs.draft_logits[rows])
+    best = z.amax(dim=1, keepdim=True)
+    weight = _weigh(z, best).masked_fill_(z == _NEG_INF, 0.0)
+    certain = torch.arange(z.shape[1], device=z.device) == drafts[:, None]
+    return torch.where(best > _NEG_INF, weight / weight.sum(dim=1, keepdim=True), certain.to(weight.dtype))
 
 
 def _probabilities(nucleus: _Nucleus) -> torch.Tensor:
