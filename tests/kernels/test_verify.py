@@ -66,7 +66,8 @@ shapes = st.builds(
     filters=st.sets(st.sampled_from(["top_p", "top_k", "min_p"])),
     seed=st.integers(0, 2**40),
     with_draft_logits=st.booleans(),
-).map(lambda shape: shape if shape.strategy == "rejection" else replace(shape, with_draft_logits=False))
+    with_draft_rows=st.booleans(),
+).map(Shape.consistent)
 
 
 # No shrinking: a failing case is printed whole and small, and shrinking it would take minutes.
@@ -279,9 +280,14 @@ def compile_ahead_of_time() -> None:
     launch("rejection")
     launch("rejection", "p", policy="reject_all")
     launch("rejection", "pk", draft_logits=torch.empty(num_rows, vocab_size, dtype=torch.bfloat16))
+    launch(
+        "rejection",
+        draft_logits=torch.empty(3, vocab_size, dtype=torch.bfloat16),
+        draft_rows=torch.zeros(num_rows, dtype=torch.int64),
+    )
     print("compiled", *(len(kernel.compiled) for kernel in taken.values()))
 
 
 def test_kernels_compile_for_a_gpu(tmp_path) -> None:
     code = "from tests.kernels import test_verify; test_verify.compile_ahead_of_time()"
-    assert "compiled 8 8 5 5" in run_without_interpreter(code, tmp_path)
+    assert "compiled 9 9 6 6" in run_without_interpreter(code, tmp_path)

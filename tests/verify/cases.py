@@ -62,6 +62,13 @@ class Shape:
     filters: set[str]
     seed: int
     with_draft_logits: bool = False
+    with_draft_rows: bool = False
+
+    def consistent(self) -> "Shape":
+        """Without what the strategy does not take."""
+        with_draft_logits = self.with_draft_logits and self.strategy == "rejection"
+        with_draft_rows = self.with_draft_rows and with_draft_logits
+        return replace(self, with_draft_logits=with_draft_logits, with_draft_rows=with_draft_rows)
 
 
 def pick(values: list[float], size: int, g: torch.Generator) -> torch.Tensor:
@@ -141,6 +148,8 @@ def make_case(shape: Shape) -> VerifyInputs:
         max_rows=None,
         draft_logits=make_draft_logits(logits, drafts, g).to(shape.dtype) if shape.with_draft_logits else None,
     )
+    if shape.with_draft_rows:
+        inputs = scatter_draft_logits(inputs, g)
     inputs = settle_samples(settle(inputs))
     return draft_samples(inputs, g) if shape.strategy == "target_match" else inputs
 
@@ -159,6 +168,17 @@ def make_draft_logits(logits: torch.Tensor, drafts: list[int], g: torch.Generato
             draft_logits[row] = -math.inf
             draft_logits[row, draft] = 0 if kind < 0.3 else math.inf
     return draft_logits
+
+
+def scatter_draft_logits(inputs: VerifyInputs, g: torch.Generator) -> VerifyInputs:
+    """Put the draft logits in another order among other rows, and let some drafts have none."""
+    assert inputs.draft_logits is not None
+    num_rows = inputs.num_rows
+    rows = torch.randperm(num_rows + 3, generator=g)[:num_rows]
+    draft_logits = torch.full((num_rows + 3, inputs.vocab_size), 7.0, dtype=inputs.draft_logits.dtype)
+    draft_logits[rows] = inputs.draft_logits
+    rows[torch.rand(num_rows, generator=g) < 0.2] = -1
+    return replace(inputs, draft_logits=draft_logits, draft_rows=rows)
 
 
 def draft_samples(inputs: VerifyInputs, g: torch.Generator) -> VerifyInputs:

@@ -173,6 +173,12 @@ def test_all_nan_is_harmless() -> None:
             ["draft_logits", "(3, 6)", "(4, 6)"],
         ),
         ({"draft_logits": 1, "strategy": "rejection"}, TypeError, ["draft_logits", "int", "torch.Tensor"]),
+        ({"draft_rows": torch.zeros(4, dtype=torch.int64)}, ValueError, ["draft_rows", "without draft_logits"]),
+        (
+            {"draft_logits": torch.zeros(2, 6), "draft_rows": torch.tensor([0, 1, -1, 2]), "strategy": "rejection"},
+            ValueError,
+            ["draft_rows holds 2"],
+        ),
         ({"logits": [[0.0]]}, TypeError, ["logits", "list", "torch.Tensor"]),
         ({"logits": torch.zeros(4, 6).int()}, TypeError, ["logits", "int32", "float32"]),
         ({"logits": torch.zeros(24)}, ValueError, ["logits", "(24,)", "2 dimensions"]),

@@ -1,6 +1,5 @@
 """The torch backend returns exactly what the specification says."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -36,7 +35,8 @@ shapes = st.builds(
     filters=st.sets(st.sampled_from(["top_p", "top_k", "min_p"])),
     seed=st.integers(0, 2**40),
     with_draft_logits=st.booleans(),
-).map(lambda shape: shape if shape.strategy == "rejection" else replace(shape, with_draft_logits=False))
+    with_draft_rows=st.booleans(),
+).map(Shape.consistent)
 
 
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])

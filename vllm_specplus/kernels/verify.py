@@ -108,6 +108,16 @@ def _draft_of(p_row, drafts_ptr, i_row, vocab_size):
 
 
 @triton.jit
+def _draft_row_of(draft_logits_ptr, draft_logits_stride, draft_rows_ptr, i_row, vocab_size):
+    """Pointer to the draft logits of a row, and how many there are: 0 where the draft was not sampled."""
+    i_draft_row = i_row
+    if draft_rows_ptr is not None:
+        i_draft_row = tl.load(draft_rows_ptr + i_row)
+    size = tl.where(i_draft_row >= 0, vocab_size, 0)
+    return draft_logits_ptr + tl.maximum(i_draft_row, 0) * draft_logits_stride, size
+
+
+@triton.jit
 def _block_tokens(i_block, BLOCK_GROUPS: tl.constexpr):
     """[BLOCK_GROUPS] groups and [BLOCK_GROUPS, GROUP_SIZE] tokens of a block, int32."""
     groups = i_block * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
@@ -118,8 +128,9 @@ def _block_tokens(i_block, BLOCK_GROUPS: tl.constexpr):
 def _row_stats(
     logits_ptr,  # [num_rows, vocab]
     logits_stride,
-    draft_logits_ptr,  # [num_rows, vocab] or None
+    draft_logits_ptr,  # [num_draft_rows, vocab] or None
     draft_logits_stride,
+    draft_rows_ptr,  # [num_rows] int64 or None
     cu_ptr,  # [num_reqs + 1] int64
     drafts_ptr,  # [num_rows] int64
     temperature_ptr,  # [num_reqs] float32
@@ -169,7 +180,10 @@ def _row_stats(
         tl.store(p_floats + _ABOVE * num_blocks, tl.sum(tl.where(before, weight, 0.0)))
         tl.store(p_ints + _RANK * num_blocks, tl.sum(before.to(tl.int32)))
         if draft_logits_ptr is not None:
-            draft_logits = load_logits(draft_logits_ptr + i_row * draft_logits_stride, tokens, vocab_size)
+            p_draft_row, draft_vocab_size = _draft_row_of(
+                draft_logits_ptr, draft_logits_stride, draft_rows_ptr, i_row, vocab_size
+            )
+            draft_logits = load_logits(p_draft_row, tokens, draft_vocab_size)
             draft_M = tl.max(draft_logits)
             tl.store(p_floats + _DRAFT_MAX * num_blocks, draft_M)
             tl.store(p_floats + _DRAFT_SUM * num_blocks, tl.sum(weigh(draft_logits, draft_M, temperature)))
@@ -359,8 +373,9 @@ def _sample_of_row(
 def _accept(
     logits_ptr,  # [num_rows, vocab]
     logits_stride,
-    draft_logits_ptr,  # [num_rows, vocab] or None
+    draft_logits_ptr,  # [num_draft_rows, vocab] or None
     draft_logits_stride,
+    draft_rows_ptr,  # [num_rows] int64 or None
     cu_ptr,  # [num_reqs + 1] int64
     drafts_ptr,  # [num_rows] int64
     temperature_ptr,  # [num_reqs] float32
@@ -442,7 +457,9 @@ def _accept(
                             bar = acceptance_uniform(seed, position)
                             if draft_logits_ptr is not None:
                                 draft_M, draft_mass = _draft_mass_of(stats, i_row, temperature, ALL_BLOCKS)
-                                p_draft_row = draft_logits_ptr + i_row * draft_logits_stride
+                                p_draft_row, _ = _draft_row_of(
+                                    draft_logits_ptr, draft_logits_stride, draft_rows_ptr, i_row, vocab_size
+                                )
                                 q = weigh(load_logits(p_draft_row, draft, vocab_size), draft_M, temperature)
                                 bar *= tl.where(draft_M > NEG_INF, q / draft_mass, 1.0)
                             accepted = _passes(
@@ -526,6 +543,7 @@ def _plan_of(
     logits_stride,
     draft_logits_ptr,
     draft_logits_stride,
+    draft_rows_ptr,
     temperature_ptr,
     min_p_ptr,
     seeds_ptr,
@@ -542,7 +560,7 @@ def _plan_of(
     p_row = logits_ptr + i_row * logits_stride
     p_draft_row = p_row
     if draft_logits_ptr is not None:
-        p_draft_row = draft_logits_ptr + i_row * draft_logits_stride
+        p_draft_row, _ = _draft_row_of(draft_logits_ptr, draft_logits_stride, draft_rows_ptr, i_row, vocab_size)
     temperature, _ = _temperature_of(temperature_ptr, i_req, _REJECTION)
     M = tl.load(p_floats + _PLAN_MAX)
     row = (p_row, vocab_size, temperature, M, lowest_kept(M, temperature, min_p))
@@ -563,6 +581,7 @@ def _sample(
     logits_stride,
     draft_logits_ptr,
     draft_logits_stride,
+    draft_rows_ptr,
     temperature_ptr,
     min_p_ptr,
     seeds_ptr,
@@ -595,6 +614,7 @@ def _sample(
         logits_stride,
         draft_logits_ptr,
         draft_logits_stride,
+        draft_rows_ptr,
         temperature_ptr,
         min_p_ptr,
         seeds_ptr,
@@ -617,6 +637,7 @@ def _emit(
     logits_stride,
     draft_logits_ptr,
     draft_logits_stride,
+    draft_rows_ptr,
     temperature_ptr,
     top_k_ptr,
     min_p_ptr,
@@ -657,6 +678,7 @@ def _emit(
             logits_stride,
             draft_logits_ptr,
             draft_logits_stride,
+            draft_rows_ptr,
             temperature_ptr,
             min_p_ptr,
             seeds_ptr,
@@ -777,7 +799,8 @@ def verify(inputs: VerifyInputs, workspace: Workspace | None = None) -> VerifyOu
 
     logits = _unit_stride(inputs.logits)
     draft_logits = None if inputs.draft_logits is None else _unit_stride(inputs.draft_logits)
-    both_logits = (logits, logits.stride(0), draft_logits, 0 if draft_logits is None else draft_logits.stride(0))
+    draft_stride = 0 if draft_logits is None else draft_logits.stride(0)
+    both_logits = (logits, logits.stride(0), draft_logits, draft_stride, inputs.draft_rows)
     filters = (inputs.top_p, inputs.top_k, inputs.min_p)
     filtered = inputs.max_candidate_len is not None or any(f is not None for f in filters)
     max_candidates = min(inputs.max_candidate_len or _NO_LIMIT.value, _NO_LIMIT.value)

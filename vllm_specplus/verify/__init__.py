@@ -34,6 +34,7 @@ def verify_draft_tokens(
     *,
     max_rows: int | None = None,
     draft_logits: torch.Tensor | None = None,
+    draft_rows: torch.Tensor | None = None,
     workspace: "Workspace | None" = None,
 ) -> VerifyOutput:
     """Accept the first few drafts of each request and add one token of the target's own.
@@ -65,6 +66,9 @@ def verify_draft_tokens(
         draft_logits: `rejection`: ``[num_rows, vocab]`` float32, bfloat16 or float16, what the drafts
             were sampled from at the request's temperature (before it is applied, without top-p,
             top-k or min-p). None: the drafts were not sampled (n-grams, a greedy draft model).
+        draft_rows: ``[num_rows]`` int32 or int64: the row of `draft_logits`, which may then have any
+            number of them, that the draft at each row was sampled from; negative: it was not
+            sampled. None: each row's own.
         workspace: `triton`: outputs and scratch made before (``kernels.verify.Workspace``), so that
             with `max_rows`, `seeds` and `positions` given, contiguous int64 tensors and float32
             parameters, nothing is allocated. The result stands in it until the next call.
@@ -90,6 +94,7 @@ def verify_draft_tokens(
         max_candidate_len=max_candidate_len,
         max_rows=max_rows,
         draft_logits=draft_logits,
+        draft_rows=draft_rows,
     )
     if backend == "auto":
         backend = "triton" if logits.is_cuda else "torch"

@@ -38,6 +38,7 @@ def make_inputs(
     max_candidate_len: int | None,
     max_rows: int | None,
     draft_logits: torch.Tensor | None = None,
+    draft_rows: torch.Tensor | None = None,
 ) -> VerifyInputs:
     """Check everything that ``verify_draft_tokens`` was given and fill in what was not.
 
@@ -52,12 +53,14 @@ def make_inputs(
         raise ValueError("positions is None; it is required with seeds, which it is used with")
     given = {"cu_num_rows": cu_num_rows, "draft_token_ids": draft_token_ids}
     optional = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
-    optional |= {"seeds": seeds, "positions": positions}
+    optional |= {"seeds": seeds, "positions": positions, "draft_rows": draft_rows}
     given |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     _check_tensors(logits, temperature, given)
-    _check_draft_logits(strategy, logits, draft_logits)
+    _check_draft_logits(strategy, logits, draft_logits, draft_rows)
     if logits.device.type == "cpu":
         _check_values(cu_num_rows, logits.shape[0], temperature, top_p, top_k, min_p)
+        if draft_rows is not None and draft_logits is not None:
+            _check_range("draft_rows", draft_rows, -float("inf"), draft_logits.shape[0] - 1)
     cu = cu_num_rows.to(torch.int64).contiguous()
     return VerifyInputs(
         logits=logits,
@@ -75,6 +78,7 @@ def make_inputs(
         max_candidate_len=max_candidate_len,
         max_rows=_width(cu, max_rows),
         draft_logits=draft_logits,
+        draft_rows=None if draft_rows is None else draft_rows.to(torch.int64).contiguous(),
     )
 
 
@@ -85,7 +89,7 @@ def _check_tensors(logits: torch.Tensor, temperature: torch.Tensor, others: Mapp
         raise ValueError(f"logits has shape {tuple(logits.shape)}; the vocabulary cannot be empty")
     _check_tensor("temperature", temperature, _FLOATS, 1)
     num_rows, num_reqs = logits.shape[0], temperature.shape[0]
-    sizes = {"cu_num_rows": num_reqs + 1, "draft_token_ids": num_rows, "positions": num_rows}
+    sizes = {"cu_num_rows": num_reqs + 1} | dict.fromkeys(("draft_token_ids", "positions", "draft_rows"), num_rows)
     tensors = {"temperature": temperature}
     for name, value in others.items():
         dtypes = _FLOATS if name in ("top_p", "min_p") else _INTEGERS
@@ -101,16 +105,19 @@ def _check_tensors(logits: torch.Tensor, temperature: torch.Tensor, others: Mapp
             raise ValueError(f"{name} is on {tensor.device}; allowed: {logits.device}, as logits")
 
 
-def _check_draft_logits(strategy: str, logits: torch.Tensor, draft_logits: torch.Tensor | None) -> None:
+def _check_draft_logits(
+    strategy: str, logits: torch.Tensor, draft_logits: torch.Tensor | None, draft_rows: torch.Tensor | None
+) -> None:
     if draft_logits is None:
+        if draft_rows is not None:
+            raise ValueError("draft_rows is given without draft_logits, whose rows it names")
         return
     if strategy != "rejection":
         raise ValueError(f"draft_logits is given with strategy {strategy!r}; allowed: 'rejection', which alone uses it")
     _check_tensor("draft_logits", draft_logits, _FLOAT_LOGITS, 2)
-    if draft_logits.shape != logits.shape:
-        raise ValueError(
-            f"draft_logits has shape {tuple(draft_logits.shape)}; allowed: {tuple(logits.shape)}, as logits"
-        )
+    allowed = (logits.shape[0] if draft_rows is None else max(draft_logits.shape[0], 1), logits.shape[1])
+    if draft_logits.shape != allowed:
+        raise ValueError(f"draft_logits has shape {tuple(draft_logits.shape)}; allowed: {allowed}, as logits")
     if draft_logits.device != logits.device:
         raise ValueError(f"draft_logits is on {draft_logits.device}; allowed: {logits.device}, as logits")
 

@@ -157,6 +157,10 @@ def draft_probabilities(inputs: VerifyInputs, r: int, i: int) -> dict[int, float
     """The probabilities by which the draft of row i was drawn, or None if it was not."""
     if inputs.draft_logits is None:
         return None
+    if inputs.draft_rows is not None:
+        i = int(inputs.draft_rows[i])
+        if i < 0:
+            return None
     z = inputs.draft_logits[i].to(torch.float32)
     z = torch.where(z.isnan(), float("-inf"), z) / inputs.temperature[r]
     return None if z.max() == -math.inf else softmax(z.tolist(), list(range(z.shape[0])))

@@ -224,7 +224,9 @@ def _draft_probabilities(
 ) -> torch.Tensor:
     """``[n, vocab]`` float32: the distribution that each row's draft was drawn from, if there was one."""
     assert inputs.draft_logits is not None
-    z = _scale(inputs, layout, rows, inputs.draft_logits[rows])
+    draft_rows = rows if inputs.draft_rows is None else inputs.draft_rows[rows]
+    z = _scale(inputs, layout, rows, inputs.draft_logits[draft_rows.clamp(min=0)])
+    z.masked_fill_((draft_rows < 0)[:, None], _NEG_INF)
     best = z.amax(dim=1, keepdim=True)
     weight = _weigh(z, best).masked_fill_(z == _NEG_INF, 0.0)
     certain = torch.arange(z.shape[1], device=z.device) == drafts[:, None]

@@ -44,7 +44,8 @@ class VerifyInputs:
     verify_window: int
     max_candidate_len: int | None
     max_rows: int
-    draft_logits: torch.Tensor | None = None  # [num_rows, vocab] float
+    draft_logits: torch.Tensor | None = None  # [num_rows, or any with draft_rows, vocab] float
+    draft_rows: torch.Tensor | None = None  # [num_rows] int64
 
     @property
     def num_reqs(self) -> int:
