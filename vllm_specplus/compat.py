@@ -18,9 +18,6 @@ from typing import Any
 TESTED_VERSIONS = ("0.32",)
 
 
-V2_REFUSAL = "vllm-specplus does not support Model Runner V2 yet: set VLLM_USE_V2_MODEL_RUNNER=0"
-
-
 class SpecPlusCompatError(RuntimeError):
     """The installed vLLM lacks a name that the plugin needs; the message says which, and what for."""
 

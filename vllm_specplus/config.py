@@ -92,6 +92,16 @@ class SpecPlusOptions(BaseModel):
         """Whether history matches follow the draft model's tokens."""
         return self.mtp_strategy != "default"
 
+    @property
+    def drafts_from_history(self) -> bool:
+        """Whether the plugin drafts, and not vLLM alone."""
+        return self.is_hybrid or self.method in HISTORY_METHODS
+
+    @property
+    def matches_ngrams(self) -> bool:
+        """Whether the plugin's n-gram match drafts."""
+        return self.mtp_strategy == "with_ngram" or self.method == "ngram"
+
 
 @dataclass(frozen=True)
 class Resolved:

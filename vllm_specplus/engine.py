@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
-from vllm_specplus.compat import V2_REFUSAL, SpecPlusCompatError, check_vllm
+from vllm_specplus.compat import SpecPlusCompatError, check_vllm
 from vllm_specplus.config import Resolved, SpecPlusConfigError, resolve
 
 # A name below "vllm", so that vLLM's own logging setup prints it.
@@ -69,9 +69,11 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     if warning := check_vllm():
         logger.warning("%s", warning)
     parallel_config.worker_cls = _worker_cls(parallel_config.worker_cls)
-    config = _build(resolved, model_config, parallel_config)
-    _refuse_v2(config.method)
-    if config.drafts_on_host:
+    on_v2 = _runs_on_v2(args, resolved)
+    if on_v2:
+        _check_v2(args, resolved, model_config)
+    config = _build(resolved, model_config, parallel_config, on_v2)
+    if resolved.options.drafts_from_history and not on_v2:
         _turn_async_scheduling_off(args)
     logger.info("resolved speculative config: %s", resolved.as_json())
     return config
@@ -93,21 +95,51 @@ def _given_config(args: EngineArgs) -> dict[str, Any] | None:
     return flags | given
 
 
-def _build(resolved: Resolved, model_config: Any, parallel_config: Any) -> Any:
+def _build(resolved: Resolved, model_config: Any, parallel_config: Any, on_v2: bool) -> Any:
     from vllm_specplus.engine_config import SpecPlusSpeculativeConfig
 
-    return SpecPlusSpeculativeConfig.create(resolved, model_config, parallel_config)
+    return SpecPlusSpeculativeConfig.create(resolved, model_config, parallel_config, on_v2)
 
 
-def _refuse_v2(method: str) -> None:
-    """Raise where vLLM is going to choose Model Runner V2, which it does before any worker can say no."""
+def _runs_on_v2(args: EngineArgs, resolved: Resolved) -> bool:
+    """Whether vLLM is going to choose Model Runner V2; the worker sees to it that this was right.
+
+    vLLM decides when its whole config is there, and goes by the speculative config, which depends on the runner.
+    """
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 
     chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    # V2 is the default wherever Triton runs, but for methods that it lacks.
-    if chosen or (chosen is None and HAS_TRITON and method != "custom_class"):
-        raise SpecPlusCompatError(V2_REFUSAL)
+    if chosen is not None:
+        return chosen
+    lacks = (
+        resolved.vllm.get("parallel_drafting"),
+        resolved.vllm.get("use_heterogeneous_vocab"),
+        args.distributed_executor_backend == "external_launcher" and args.pipeline_parallel_size > 1,
+        args.enable_dbo,
+    )
+    return HAS_TRITON and not any(lacks)
+
+
+def _check_v2(args: EngineArgs, resolved: Resolved, model_config: Any) -> None:
+    """Refuse what the plugin's parts of Model Runner V2 cannot do."""
+    assert resolved.options is not None
+    strategy = resolved.options.verify_strategy
+    if resolved.vllm.get("enable_adaptive_verification"):
+        raise SpecPlusConfigError(
+            "speculative_config: enable_adaptive_verification=True is not allowed with keys of vllm-specplus: it "
+            "trims the drafts that these make"
+        )
+    if strategy and getattr(args, "watermark_config", None) is not None:
+        raise SpecPlusConfigError(
+            f"speculative_config: verify_strategy={strategy!r} is not allowed with a watermark, which vLLM's own "
+            "verification puts in: leave one of them out"
+        )
+    if strategy and model_config.use_fp64_gumbel:
+        raise SpecPlusConfigError(
+            f"speculative_config: verify_strategy={strategy!r} is not allowed with use_fp64_gumbel=True: its noise "
+            "is float32"
+        )
 
 
 def _worker_cls(current: str) -> str:

@@ -7,10 +7,14 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_specplus.config import HISTORY_METHODS, Resolved, SpecPlusConfigError, SpecPlusOptions
-from vllm_specplus.config_keys import HYBRID_METHODS
+from vllm_specplus.config_keys import HYBRID_METHODS, NAIVE
 
-# Methods that need no draft model run on V1 as vLLM's custom class; this names what builds the drafter.
-_HISTORY_DRAFTER = "vllm_specplus.runners.v1.HistoryDrafter"
+# Methods that need no draft model run as one that the model runner knows: on V1 vLLM's custom class, with what builds
+# the drafter; on V2 its n-gram match on the device, which asynchronous scheduling goes with.
+_V1_CARRIER = {"method": "custom_class", "model": "vllm_specplus.runners.v1.HistoryDrafter"}
+_V2_CARRIER = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+# No slot is ever scheduled.
+_NO_DRAFTS = {"num_speculative_tokens_per_batch_size": [(1, 1, 0)]}
 
 
 @config
@@ -26,8 +30,8 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
     """The plugin's own keys, resolved."""
 
     @classmethod
-    def create(cls, resolved: Resolved, model_config: Any, parallel_config: Any) -> Self:
-        """Build the config that vLLM runs with.
+    def create(cls, resolved: Resolved, model_config: Any, parallel_config: Any, on_v2: bool) -> Self:
+        """Build the config that vLLM runs with, on Model Runner V2 or V1.
 
         Raises:
             SpecPlusConfigError: vLLM refuses what is left for it; the message is vLLM's.
@@ -36,12 +40,11 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
         assert options is not None
         stock = dict(resolved.vllm)
         if options.method in HISTORY_METHODS:
-            stock |= {
-                "method": "custom_class",
-                "model": _HISTORY_DRAFTER,
-                # vLLM wants at least one; naive proposes none of it.
-                "num_speculative_tokens": max(options.num_speculative_tokens, 1),
-            }
+            stock |= _V2_CARRIER if on_v2 else _V1_CARRIER
+            # vLLM wants at least one; naive proposes none of it.
+            stock["num_speculative_tokens"] = max(options.num_speculative_tokens, 1)
+            if on_v2 and options.method == NAIVE:
+                stock |= _NO_DRAFTS
         try:
             return cls(
                 **stock,
@@ -78,11 +81,6 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
                 f"method {self.specplus.method!r}: vLLM takes it for {self.method!r}, which drafts in parallel or alone"
             )
         return result
-
-    @property
-    def drafts_on_host(self) -> bool:
-        """Whether drafting reads the requests' tokens on the host."""
-        return self.specplus.is_hybrid or self.specplus.method in HISTORY_METHODS
 
     def __repr__(self) -> str:
         options = self.specplus

@@ -4,8 +4,8 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_specplus.compat import V2_REFUSAL, SpecPlusCompatError
-from vllm_specplus.runners import v1
+from vllm_specplus.compat import SpecPlusCompatError
+from vllm_specplus.config import HISTORY_METHODS
 
 
 class SpecPlusWorkerMixin:
@@ -19,14 +19,44 @@ class SpecPlusWorkerMixin:
         """Build the runner under the overrides, then hand it to what was put in.
 
         Raises:
-            SpecPlusCompatError: the model runner is one that the plugin does not support.
+            SpecPlusCompatError: the config was made for the other model runner.
         """
-        if self.use_v2_model_runner:
-            raise SpecPlusCompatError(V2_REFUSAL)
-        options = self.vllm_config.speculative_config.specplus
-        with v1.installed(options):
+        runner, options = self._runner_module(), self.vllm_config.speculative_config.specplus
+        self._check_runner()
+        with runner.installed(options):
             super().init_device()  # type: ignore[misc]
-        v1.bind(self.model_runner)
+        if not self.use_v2_model_runner:
+            runner.bind(self.model_runner)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the weights; V2 builds its samplers here."""
+        if not self.use_v2_model_runner:
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+            return
+        runner, options = self._runner_module(), self.vllm_config.speculative_config.specplus
+        with runner.installed(options):
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+        runner.bind(self.model_runner)
+
+    def _runner_module(self) -> Any:
+        # Each imports vLLM's runner of that kind.
+        if self.use_v2_model_runner:
+            from vllm_specplus.runners import v2
+
+            return v2
+        from vllm_specplus.runners import v1
+
+        return v1
+
+    def _check_runner(self) -> None:
+        config = self.vllm_config.speculative_config
+        made_for_v2 = config.method != "custom_class"
+        if config.specplus.method in HISTORY_METHODS and made_for_v2 != self.use_v2_model_runner:
+            chosen, value = ("V2", 1) if self.use_v2_model_runner else ("V1", 0)
+            raise SpecPlusCompatError(
+                f"vLLM chose Model Runner {chosen} for reasons that vllm-specplus does not foresee: set "
+                f"VLLM_USE_V2_MODEL_RUNNER={value}"
+            )
 
 
 class SpecPlusWorker(SpecPlusWorkerMixin, Worker):

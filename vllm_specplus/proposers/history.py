@@ -25,6 +25,10 @@ class History:
     num_tokens: np.ndarray
     num_prompt_tokens: np.ndarray
 
+    def tokens(self, i: int) -> np.ndarray:
+        """[num_tokens[i]] int32, a view of the tokens of request i."""
+        return self.token_ids[i, : self.num_tokens[i]]
+
 
 @dataclass(frozen=True)
 class Match:

@@ -85,11 +85,10 @@ class SuffixMatcher:
         # A request is fed and asked before the next one is fed: responses of the same step reach
         # the shared tree in row order, as in vLLM's own proposer.
         for i, req_id in enumerate(history.req_ids):
-            num_tokens = int(history.num_tokens[i])
+            row = history.tokens(i)
             num_prompt_tokens = int(history.num_prompt_tokens[i])
-            if num_tokens <= num_prompt_tokens:
+            if len(row) <= num_prompt_tokens:
                 continue
-            row = history.token_ids[i, :num_tokens]
             self._feed(req_id, row, num_prompt_tokens)
             if max_drafts[i] <= 0:
                 continue

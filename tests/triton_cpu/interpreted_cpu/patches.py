@@ -58,4 +58,5 @@ def accept_any_mask() -> None:
 
 def _log1p(value: Any) -> Any:
     """The interpreter has no `libdevice`, of which vLLM's rejection sampler takes this one."""
-    return tl.tensor(interpreter.interpreter_builder.unary_op(value.handle, np.log1p), value.type)
+    with np.errstate(divide="ignore", invalid="ignore"):  # below -1 the kernel takes another value
+        return tl.tensor(interpreter.interpreter_builder.unary_op(value.handle, np.log1p), value.type)

@@ -1,0 +1,235 @@
+"""Verification on vLLM's Model Runner V2: its samplers, with another way of choosing tokens.
+
+Penalties, bias, bad words, grammars, chunking and logprobs stay vLLM's; only the step from logits to tokens is
+replaced, and what that step applies (temperature, top-k, top-p, min-p) is left to its kernels.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.verify import verify_draft_tokens
+
+
+class _UnappliedStates(SamplingStates):
+    """Sampling parameters that vLLM's sampler keeps but does not apply to the logits."""
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Note a request's parameters; none of them needs the logits to be processed."""
+        super().add_request(req_idx, sampling_params)
+        return False
+
+    def apply_temperature(self, *args: Any, **kwargs: Any) -> None:
+        """The kernels do."""
+
+    def apply_min_p(self, *args: Any, **kwargs: Any) -> None:
+        """The kernels do."""
+
+    def apply_top_k_top_p(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The kernels do."""
+        return logits
+
+    def applied(
+        self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
+    ) -> torch.Tensor:
+        """A copy of the logits with all of it applied, as vLLM's sampler reports them."""
+        logits = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
+        super().apply_temperature(logits, expanded_idx_mapping, idx_mapping_np)
+        super().apply_min_p(logits, expanded_idx_mapping, idx_mapping_np)
+        return super().apply_top_k_top_p(logits, expanded_idx_mapping, idx_mapping_np)
+
+
+class StrategySampler(Sampler):
+    """Samples rows that have no draft by the strategy's own rule and noise."""
+
+    def __init__(self, vllm_config: Any, max_num_reqs: int, vocab_size: int, *args: Any, **kwargs: Any):
+        super().__init__(vllm_config, max_num_reqs, vocab_size, *args, **kwargs)
+        self.sampling_states = _UnappliedStates(max_num_reqs, vocab_size)
+        self._options: SpecPlusOptions = vllm_config.speculative_config.specplus
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        cu_num_rows: torch.Tensor,
+        drafts: torch.Tensor,
+        positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        max_rows: int,
+        draft_logits: torch.Tensor | None = None,
+        draft_rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Verify one batch.
+
+        Args:
+            logits: [num_rows, vocab] float, processed but for temperature, top-k, top-p and min-p.
+            cu_num_rows: [num_reqs + 1] int32.
+            drafts: [num_rows] int, -1 where there is none.
+            positions: [num_rows] int64, of the token that was fed in to get each row.
+            idx_mapping, idx_mapping_np: [num_reqs] request states, on the device and on the host.
+            max_rows: rows of the longest request that may come.
+            draft_logits, draft_rows: see ``verify_draft_tokens``.
+
+        Returns:
+            [num_reqs, max_rows] int64 tokens, -1 after each request's last, and [num_reqs] int32 how many.
+        """
+        states, options = self.sampling_states, self._options
+        assert options.verify_strategy is not None
+
+        def used(values: Any, off: float) -> torch.Tensor | None:
+            return values.gpu[idx_mapping] if np.any(values.np[idx_mapping_np] != off) else None
+
+        sampled = verify_draft_tokens(
+            logits,
+            cu_num_rows,
+            drafts,
+            states.temperature.gpu[idx_mapping],
+            top_p=used(states.top_p, 1.0),
+            top_k=used(states.top_k, states.vocab_size),
+            min_p=used(states.min_p, 0.0),
+            seeds=states.seeds.gpu[idx_mapping],
+            positions=positions,
+            strategy=options.verify_strategy,
+            policy=options.accept_policy,
+            verify_window=options.verify_window,
+            max_candidate_len=options.max_candidate_len,
+            # Never torch's, which waits for the device.
+            backend="triton",
+            max_rows=max_rows,
+            draft_logits=draft_logits,
+            draft_rows=draft_rows,
+        )
+        return sampled.token_ids, sampled.num_tokens
+
+    def reported(
+        self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
+    ) -> torch.Tensor:
+        """What stands for the processed logits: with everything applied, if somebody is going to read them."""
+        if self.logprobs_mode in PROCESSED_LOGPROBS_MODES or self.return_sampling_mask:
+            return self.sampling_states.applied(logits, expanded_idx_mapping, idx_mapping_np)
+        return logits
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        input_ids: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        return_logprobs: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As vLLM's: [num_rows] int64 tokens, one row for each request, and the processed logits."""
+        processed = self.apply_sampling_params(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            input_ids,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )
+        num_rows = processed.shape[0]
+        tokens, _ = self.verify(
+            processed,
+            torch.arange(num_rows + 1, dtype=torch.int32, device=processed.device),
+            torch.full((num_rows,), -1, dtype=torch.int32, device=processed.device),
+            pos,
+            expanded_idx_mapping,
+            idx_mapping_np,
+            1,
+        )
+        return tokens[:, 0], self.reported(processed, expanded_idx_mapping, idx_mapping_np)
+
+
+class CountingRejectionSampler(RejectionSampler):
+    """Takes the slots past the drafts that are meant for no drafts."""
+
+    def bind(self, drafting: Any) -> None:
+        self._drafting = drafting
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> Any:
+        """As vLLM's."""
+        if self._drafting is not None:
+            # Slot j of a request, counted from 1, stands at its local position j.
+            meant = self._drafting.num_drafts[input_batch.expanded_idx_mapping]
+            nobody_made = input_batch.expanded_local_pos > meant
+            invalid_drafts = nobody_made if invalid_drafts is None else invalid_drafts | nobody_made
+        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+
+
+class StrategyRejectionSampler(CountingRejectionSampler):
+    """Verifies drafts by the plugin's strategy and policy."""
+
+    sampler: StrategySampler
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As vLLM's: processed logits, [num_reqs, K + 1] int64 tokens, [num_reqs] int32 how many."""
+        processed = self.sampler.apply_sampling_params(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )
+        draft_rows = None
+        if self.sampler._options.verify_strategy != "rejection":
+            draft_logits = None
+        elif draft_logits is not None:
+            draft_logits, draft_rows = self._rows_of(draft_logits, expanded_idx_mapping, expanded_local_pos)
+        tokens, num_tokens = self.sampler.verify(
+            processed,
+            cu_num_logits,
+            # A draft stands in the row after the one whose logits judge it; the roll puts the next request's
+            # token on a bonus row, which has no draft.
+            verify_draft_sampled.roll(-1),
+            pos,
+            idx_mapping,
+            idx_mapping_np,
+            self.num_speculative_steps + 1,
+            draft_logits,
+            draft_rows,
+        )
+        return self.sampler.reported(processed, expanded_idx_mapping, idx_mapping_np), tokens, num_tokens
+
+    def _rows_of(
+        self, draft_logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, expanded_local_pos: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The draft logits as [any, vocab], and [num_rows] int64 which of them each draft was sampled from."""
+        num_slots = draft_logits.shape[1]
+        rows = expanded_idx_mapping.long() * num_slots + expanded_local_pos
+        of_model: Any = num_slots
+        if self._drafting is not None:
+            of_model = self._drafting.num_model[expanded_idx_mapping]
+        return draft_logits.flatten(0, 1), torch.where(expanded_local_pos < of_model, rows, -1)
