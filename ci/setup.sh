@@ -41,11 +41,6 @@ pip_install() {
   python -m pip --disable-pip-version-check install --progress-bar off --no-compile --constraint ci/constraints.txt "$@"
 }
 
-# pip may be set up to find a CPU build of torch; where it is not, PyTorch's own index has one.
-install_torch() {
-  pip_install torch || pip_install --extra-index-url https://download.pytorch.org/whl/cpu torch
-}
-
 # The metadata of ci/vllm_on_cpu is built in a copy, because setuptools leaves files beside what it builds.
 install_vllm() {
   rm -rf .venv/vllm_on_cpu &&
@@ -89,7 +84,7 @@ else
     mkdir .venv
     step "makes .venv with Python $version" "$base_python" -m venv .venv
   fi
-  step "installs torch for the CPU" install_torch
+  step "installs torch" pip_install torch
   step "installs vLLM for the CPU" install_vllm
   step "builds arctic-inference (suffix decoding)" install_arctic_inference
   step "installs this project" install_project

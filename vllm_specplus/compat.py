@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TESTED_VERSIONS = ("0.32",)
+TESTED_VERSIONS = ("0.32", "0.33")
 
 
 class SpecPlusCompatError(RuntimeError):
@@ -46,6 +46,10 @@ _V1 = "vllm.v1.worker.gpu_model_runner"
 _BASE = "vllm.v1.spec_decode.llm_base_proposer"
 _REJECTION = "vllm.v1.sample.rejection_sampler"
 _SAMPLER = "vllm.v1.sample.sampler"
+_V2 = "vllm.v1.worker.gpu.model_runner"
+_V2_SPEC = "vllm.v1.worker.gpu.spec_decode"
+_V2_STATES = "vllm.v1.worker.gpu.states"
+_V2_SAMPLE = "vllm.v1.worker.gpu.sample"
 
 
 def _members(module: str, owner: str, names: str, why: str) -> tuple[Seam, ...]:
@@ -65,6 +69,13 @@ CONFIG_SEAMS = (
         "speculative_config spec_method spec_model spec_tokens",
         "read: what the user gave; set where another system's keys are translated",
     ),
+    *_members(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "distributed_executor_backend pipeline_parallel_size enable_dbo",
+        "read: which model runner vLLM chooses",
+    ),
+    Seam("vllm.config.model", "ModelConfig.use_fp64_gumbel", "read: noise that the plugin's verification lacks"),
     Seam("vllm.engine.arg_utils", "EngineArgs.async_scheduling", "turned off for host-side drafting"),
     Seam("vllm.config.speculative", "SpeculativeConfig", "subclassed"),
     Seam("vllm.config.utils", "config", "makes the subclass a config of vLLM's"),
@@ -79,6 +90,13 @@ CONFIG_SEAMS = (
         "num_speculative_tokens method model parallel_drafting target_model_config target_parallel_config",
         "read and set",
     ),
+    *_members(
+        "vllm.config.speculative",
+        "SpeculativeConfig",
+        "prompt_lookup_min prompt_lookup_max num_speculative_tokens_per_batch_size",
+        "set: what V2 takes a method without a model for",
+    ),
+    *_members("vllm.config.scheduler", "SchedulerConfig", "max_num_seqs async_scheduling", "read"),
     Seam("vllm.config.parallel", "ParallelConfig.worker_cls", "set to the plugin's worker"),
     Seam("vllm.envs", "VLLM_USE_V2_MODEL_RUNNER", "read: which model runner vLLM chooses"),
     Seam("vllm.triton_utils", "HAS_TRITON", "read: which model runner vLLM chooses"),
@@ -89,7 +107,8 @@ CONFIG_SEAMS = (
 
 WORKER_SEAMS = (
     Seam("vllm.v1.worker.gpu_worker", "Worker.init_device", "extended: overrides while it runs"),
-    Seam("vllm.v1.worker.gpu_worker", "Worker.use_v2_model_runner", "read: V2 is refused"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.use_v2_model_runner", "read: which runner is built"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.load_model", "extended: overrides while it runs"),
     Seam("vllm.v1.worker.gpu_worker", "Worker.model_runner", "read: what was built"),
     Seam("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "extended: overrides while it runs"),
 )
@@ -201,7 +220,147 @@ V1_SEAMS = (
     ),
 )
 
-LEDGER = CONFIG_SEAMS + WORKER_SEAMS + V1_SEAMS
+V2_SEAMS = (
+    *(
+        Seam(_V2, name, "replaced while the runner is built")
+        for name in ("init_speculator", "DraftTokensHandler", "RequestState", "RejectionSampler", "Sampler")
+    ),
+    *_members(
+        _V2,
+        "GPUModelRunner",
+        "speculator rejection_sampler draft_tokens_handler speculative_config",
+        "read: the parts that were built",
+    ),
+    Seam(_V2_SPEC, "init_speculator", "called: vLLM's own speculator", ("vllm_config", "device", "req_states")),
+    *(
+        Seam(f"{_V2_SPEC}.{module}.speculator", name, "replaced by a hybrid subclass while the speculator is built")
+        for module, name in (
+            ("mtp", "MTPSpeculator"),
+            ("multi_module_mtp", "MultiModuleMTPSpeculator"),
+            ("eagle", "EagleSpeculator"),
+            ("gemma4", "Gemma4Speculator"),
+            ("standalone_ar", "StandaloneARSpeculator"),
+        )
+    ),
+    Seam(
+        f"{_V2_SPEC}.speculator",
+        "BaseSpeculator.propose",
+        "extended",
+        (
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "num_sampled",
+            "dummy_run",
+            "num_speculative_tokens",
+        ),
+    ),
+    Seam(f"{_V2_SPEC}.speculator", "BaseSpeculator.init_cudagraph_manager", "extended", ("cudagraph_mode",)),
+    *_members(
+        f"{_V2_SPEC}.speculator",
+        "DraftModelSpeculator",
+        "num_speculative_steps draft_logits",
+        "read and set: the model's steps, and room for one-hot rows",
+    ),
+    Seam(
+        f"{_V2_SPEC}.utils",
+        "DraftTokensHandler.set_draft_tokens",
+        "extended: how many drafts are meant",
+        ("input_batch", "draft_tokens"),
+    ),
+    *_members(
+        f"{_V2_SPEC}.utils",
+        "DraftTokensHandler",
+        "get_draft_tokens device copy_stream copy_event",
+        "extended and read: how many drafts are meant",
+    ),
+    *_members("vllm.v1.outputs", "DraftTokenIds", "req_ids draft_token_ids", "returned"),
+    Seam("vllm.v1.worker.gpu.async_utils", "async_copy_to_np", "called: how many drafts are meant"),
+    Seam(_V2_STATES, "RequestState.__init__", "extended: tokens on the device", ("use_dense_all_token_ids",)),
+    Seam(
+        _V2_STATES,
+        "RequestState.add_request",
+        "extended: tokens on the host",
+        ("req_id", "prompt_len", "all_token_ids"),
+    ),
+    *_members(_V2_STATES, "RequestState", "all_token_ids total_len req_id_to_index", "read: the requests' tokens"),
+    Seam("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor.gpu", "read: the requests' tokens"),
+    *_members("vllm.v1.worker.gpu.buffer_utils", "UvaBackedTensor", "gpu np", "read: what the requests ask for"),
+    *_members(
+        "vllm.v1.worker.gpu.input_batch",
+        "InputBatch",
+        "num_reqs req_ids idx_mapping idx_mapping_np expanded_idx_mapping expanded_local_pos "
+        "has_structured_output_reqs",
+        "read: the batch",
+    ),
+    Seam(f"{_V2_SAMPLE}.sampler", "Sampler.__init__", "extended", ("vllm_config", "max_num_reqs", "vocab_size")),
+    Seam(
+        f"{_V2_SAMPLE}.sampler",
+        "Sampler.apply_sampling_params",
+        "called: penalties, bias and masks",
+        (
+            "logits",
+            "expanded_idx_mapping",
+            "idx_mapping",
+            "idx_mapping_np",
+            "pos",
+            "input_ids",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+        ),
+    ),
+    Seam(f"{_V2_SAMPLE}.sampler", "Sampler.sample", "replaced", ("logits", "expanded_idx_mapping", "return_logprobs")),
+    *_members(
+        f"{_V2_SAMPLE}.sampler", "Sampler", "sampling_states logprobs_mode return_sampling_mask", "read; the first set"
+    ),
+    Seam(f"{_V2_SAMPLE}.states", "SamplingStates.__init__", "subclassed", ("max_num_reqs", "vocab_size")),
+    Seam(f"{_V2_SAMPLE}.states", "SamplingStates.add_request", "extended", ("req_idx", "sampling_params")),
+    *(
+        Seam(
+            f"{_V2_SAMPLE}.states",
+            f"SamplingStates.{name}",
+            "put off: the kernels apply it",
+            ("logits", "expanded_idx_mapping", "idx_mapping_np"),
+        )
+        for name in ("apply_temperature", "apply_min_p", "apply_top_k_top_p")
+    ),
+    *_members(
+        f"{_V2_SAMPLE}.states",
+        "SamplingStates",
+        "temperature top_k top_p min_p seeds vocab_size",
+        "read: what the requests ask for",
+    ),
+    Seam(
+        f"{_V2_SPEC}.rejection_sampler",
+        "RejectionSampler.__call__",
+        "extended: slots that hold no draft",
+        ("logits", "input_batch", "draft_logits", "invalid_drafts"),
+    ),
+    Seam(
+        f"{_V2_SPEC}.rejection_sampler",
+        "RejectionSampler._verify",
+        "replaced",
+        (
+            "logits",
+            "draft_logits",
+            "draft_sampled",
+            "pos",
+            "cu_num_logits",
+            "idx_mapping",
+            "idx_mapping_np",
+            "expanded_idx_mapping",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+            "verify_draft_sampled",
+        ),
+    ),
+    *_members(f"{_V2_SPEC}.rejection_sampler", "RejectionSampler", "sampler num_speculative_steps", "read"),
+    Seam("vllm.config.model", "PROCESSED_LOGPROBS_MODES", "read: which logprobs are asked for"),
+)
+
+LEDGER = CONFIG_SEAMS + WORKER_SEAMS + V1_SEAMS + V2_SEAMS
 
 
 def vllm_root() -> Path:

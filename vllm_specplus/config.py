@@ -102,6 +102,11 @@ class SpecPlusOptions(BaseModel):
         """Whether the plugin's n-gram match drafts."""
         return self.mtp_strategy == "with_ngram" or self.method == "ngram"
 
+    @property
+    def matches_suffixes(self) -> bool:
+        """Whether the plugin's suffix trees draft."""
+        return self.mtp_strategy == "with_suffix" or self.method == "suffix"
+
 
 @dataclass(frozen=True)
 class Resolved:

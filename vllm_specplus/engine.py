@@ -74,7 +74,9 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
         _check_v2(args, resolved, model_config)
     config = _build(resolved, model_config, parallel_config, on_v2)
     if resolved.options.drafts_from_history and not on_v2:
-        _turn_async_scheduling_off(args)
+        _refuse_async_scheduling(args)
+    elif resolved.options.matches_suffixes and args.async_scheduling is None:
+        _leave_async_scheduling_off(args, "suffix trees are on the host and draft more with every token there")
     logger.info("resolved speculative config: %s", resolved.as_json())
     return config
 
@@ -158,16 +160,20 @@ def _worker_cls(current: str) -> str:
     return worker
 
 
-def _turn_async_scheduling_off(args: EngineArgs) -> None:
+def _refuse_async_scheduling(args: EngineArgs) -> None:
     if args.async_scheduling:
         raise SpecPlusConfigError(
             "async_scheduling=True is not allowed: drafts from the request's history are made on the "
             "host and need every token there first; leave it unset"
         )
     if args.async_scheduling is None:
-        logger.info("async scheduling is off: drafting needs the complete history on the host")
-        args.async_scheduling = False
-        setattr(args, _ASYNC_TURNED_OFF, True)
+        _leave_async_scheduling_off(args, "drafting needs the complete history on the host")
+
+
+def _leave_async_scheduling_off(args: EngineArgs, reason: str) -> None:
+    logger.info("async scheduling is off: %s", reason)
+    args.async_scheduling = False
+    setattr(args, _ASYNC_TURNED_OFF, True)
 
 
 def _started_by_vllm_command() -> bool:

@@ -1,6 +1,5 @@
 """The torch backend returns exactly what the specification says."""
 
-
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings

@@ -140,6 +140,8 @@ class VariableLengthHandler(DraftTokensHandler):
 class _NgramFiller:
     """The n-gram match, on the device."""
 
+    needs_every_step = False
+
     def __init__(self, options: SpecPlusOptions, req_states: Any):
         self._options = options
         self._req_states = req_states
@@ -163,9 +165,12 @@ class _NgramFiller:
 class _NoFiller:
     """`naive`: nothing is drafted."""
 
+    needs_every_step = False
+
     def fill(
         self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        drafts.fill_(-1)
         none = torch.zeros_like(max_drafts)
         return none, none
 
@@ -191,7 +196,7 @@ class Drafting:
         self._filler: Any = _NoFiller()
         if options.matches_ngrams:
             self._filler = _NgramFiller(options, req_states)
-        elif options.method != "naive":
+        elif options.matches_suffixes:
             self._filler = SuffixFiller(vllm_config, device, req_states, is_async=self.is_async)
 
     def fill(
@@ -203,7 +208,7 @@ class Drafting:
             input_batch: vLLM's.
             model_drafts: [num_reqs, num_steps] int64, or None.
             num_sampled: [num_reqs] int32 tokens that each request got in this step; 0: it is being prefilled.
-            width: slots to fill.
+            width: slots to fill; 0: vLLM wants no drafts in this step.
 
         Returns:
             [num_reqs, K] int64 drafts, each a token, [num_reqs] int32 how many are meant, and how many the model's.
@@ -213,6 +218,8 @@ class Drafting:
         num_steps = 0 if model_drafts is None else model_drafts.shape[1]
         if model_drafts is not None:
             window[:, :num_steps] = model_drafts
+        if width == 0 and not self._filler.needs_every_step:
+            return window, self.num_drafts[idx_mapping], self.num_model[idx_mapping]
         max_drafts = (num_sampled[:num_reqs] > 0).to(torch.int32) * width
         num_drafts, num_model = self._filler.fill(input_batch, window[:, :width], num_steps, max_drafts)
         window.clamp_(min=0)
@@ -253,7 +260,7 @@ class HistorySpeculator(BaseSpeculator):
     ) -> torch.Tensor:
         """[num_reqs, K] int64 drafts; arguments as vLLM's speculators have them."""
         width = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
-        if dummy_run or width == 0:
+        if dummy_run:
             return self.drafting.window[: input_batch.num_reqs]
         return self.drafting.fill(input_batch, None, num_sampled, width)[0]
 
@@ -314,7 +321,7 @@ class _HybridMixin:
             num_speculative_tokens=steps,
             **kwargs,
         )
-        if dummy_run or width == 0:
+        if dummy_run:
             return self.drafting.window[: input_batch.num_reqs]
         window, num_drafts, num_model = self.drafting.fill(input_batch, model_drafts[:, :steps], num_sampled, width)
         if self.draft_logits is not None and self._writes_one_hot:

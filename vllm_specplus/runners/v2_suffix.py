@@ -52,7 +52,7 @@ class HostTokens:
         self.num_prompt_tokens[index] = prompt_len
         self.generation[index] += 1
 
-    def extend(self, index: int, num_tokens: int, latest: list[int]) -> None:
+    def extend(self, index: int, num_tokens: int, latest: np.ndarray) -> None:
         """The latest tokens of a request, and how many it has with them."""
         self.token_ids[index, num_tokens - len(latest) : num_tokens] = latest
         self.num_tokens[index] = num_tokens
@@ -64,7 +64,7 @@ class _Arrival:
 
     indices: np.ndarray  # [B] request states
     generation: np.ndarray  # [B]
-    rows: torch.Tensor  # [B, 2 + width + num_steps] int32: length, number sampled, those, the model's drafts
+    rows: torch.Tensor  # [B, 3 + K + num_steps] int32: length, limit, latest tokens (newest first), model's drafts
     done: Any  # event
 
     def wait(self) -> np.ndarray:
@@ -74,6 +74,8 @@ class _Arrival:
 
 class SuffixFiller:
     """Fills the window from suffix trees on the host."""
+
+    needs_every_step = True
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, is_async: bool):
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
@@ -103,13 +105,16 @@ class SuffixFiller:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `kernels.ngram.fill_drafts`: drafts are changed in place; returns how many, and how many the model's."""
         arrival = self._send(input_batch, drafts, num_steps, max_drafts)
-        self._matcher.retain(self._req_states.req_id_to_index)
+        due: _Arrival | None = arrival
         if self._is_async:
-            arrival, self._previous = self._previous, arrival
-            if arrival is not None:
-                self._take_in(arrival)
+            due, self._previous = self._previous, arrival
+        rows = None if due is None else self._take_in(due)
+        self._matcher.retain(self._req_states.req_id_to_index)
+        if drafts.shape[1] == 0:
+            return max_drafts, max_drafts
+        if self._is_async:
             return self._continue(input_batch, drafts, num_steps, max_drafts)
-        rows = self._take_in(arrival)
+        assert rows is not None
         return self._draft(input_batch, drafts, rows, num_steps)
 
     def _send(self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor) -> _Arrival:
@@ -130,14 +135,14 @@ class SuffixFiller:
         return _Arrival(indices, self._mirror.generation[indices], rows, done)
 
     def _take_in(self, arrival: _Arrival) -> np.ndarray:
-        """Wait for a step's tokens and write them into the mirror."""
+        """Wait for a step's tokens and write them into the mirror; returns what has arrived."""
         rows = arrival.wait()
         mirror = self._mirror
-        same = mirror.generation[arrival.indices] == arrival.generation
-        for i in np.flatnonzero(same & (rows[:, 1] > 0)).tolist():
-            index, length = arrival.indices[i], int(rows[i, 0])
-            num_new = length - int(mirror.num_tokens[index])
-            mirror.extend(index, length, rows[i, 2 : 2 + num_new][::-1].tolist())
+        num_new = rows[:, 0] - mirror.num_tokens[arrival.indices]
+        is_same = mirror.generation[arrival.indices] == arrival.generation
+        for i in np.flatnonzero(is_same & (num_new > 0)).tolist():
+            latest = rows[i, 2 : 2 + num_new[i]][::-1]
+            mirror.extend(arrival.indices[i], int(rows[i, 0]), latest)
         return rows
 
     def _history(self, input_batch: Any) -> _SlotHistory:

@@ -1,0 +1,15 @@
+"""Engines on Model Runner V2, whose kernels run under Triton's interpreter on a machine with no GPU."""
+
+import os
+
+import pytest
+
+from tests.e2e.conftest import draft, tiny, trained
+
+__all__ = ["draft", "tiny", "trained"]
+
+if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
+    raise pytest.UsageError(
+        "tests/e2e_v2 needs TRITON_INTERPRET=1, VLLM_USE_V2_MODEL_RUNNER=1 and tests/triton_cpu on PYTHONPATH, "
+        "in a pytest process of its own: bash ci/test.sh tests/e2e_v2"
+    )

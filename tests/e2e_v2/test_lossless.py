@@ -1,0 +1,131 @@
+"""Greedy text on Model Runner V2 equals the text without speculation, whatever drafts, and that of V1."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engines import PROMPTS, PROPOSERS, engine, speculative
+from tests.e2e_v2.engines import FEW, elsewhere, tokens
+
+# Longer than a chunk of the prefill, and than the blocks that a prefix cache drops for MTP's sake.
+PROMPT_SETS = {"few": FEW, "long": [PROMPTS[0] * 3, PROMPTS[1], list(range(30, 150))]}
+ENGINES: dict[str, dict[str, Any]] = {
+    "prefix_caching": {"enable_prefix_caching": True, "block_size": 32},
+    "chunked_prefill": {"max_num_batched_tokens": 64, "max_num_seqs": 4},
+}
+
+
+def target(proposer: str, tiny: Path, trained: Path) -> Path:
+    """The model to draft for: the trained one, unless the random draft model, which shares `tiny`'s tables, drafts."""
+    return tiny if proposer.startswith("draft_model") else trained
+
+
+@pytest.fixture(scope="module")
+def plain_text(tiny: Path, trained: Path) -> dict[tuple[Path, str], list[list[int]]]:
+    """The texts without speculation, by model and set of prompts."""
+    texts = {}
+    for model in (tiny, trained):
+        with engine(model) as e:
+            assert type(e.runner).__module__ == "vllm.v1.worker.cpu.model_runner"  # that of V2
+            for name, prompts in PROMPT_SETS.items():
+                texts[model, name] = tokens(e, prompts)
+        assert len(set(texts[model, "few"][0])) > 1
+    return texts
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_greedy_text(proposer: str, tiny: Path, trained: Path, draft: Path, plain_text: Any) -> None:
+    model = target(proposer, tiny, trained)
+    with engine(model, speculative(proposer, draft)) as e:
+        assert tokens(e) == plain_text[model, "few"]
+        # Alone too, with what is cached of the first run in a suffix tree.
+        assert tokens(e, FEW[:1]) == plain_text[model, "few"][:1]
+        counts, width = e.counts(), e.runner.num_speculative_steps
+    if proposer == "naive":
+        assert counts.drafted == 0
+        return
+    # Drafts are taken and drafts are refused, or the test would show little.
+    assert 0 < counts.accepted < counts.drafted
+    # A slot that nothing fills is not verified. (An n-gram match fills all of them, or there is none at all.)
+    if proposer not in ("mtp", "ngram"):
+        assert counts.drafted < counts.drafts * width
+
+
+@pytest.mark.parametrize("engine_kind", ENGINES)
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "draft_model_ngram", "suffix"])
+def test_greedy_text_of_long_prompts(
+    proposer: str, engine_kind: str, tiny: Path, trained: Path, draft: Path, plain_text: Any
+) -> None:
+    model = target(proposer, tiny, trained)
+    with engine(model, speculative(proposer, draft), **ENGINES[engine_kind]) as e:
+        for _ in range(2):
+            assert tokens(e, PROMPT_SETS["long"]) == plain_text[model, "long"]
+
+
+@pytest.mark.parametrize("strategy", ["topp", "greedy", "target_match", "rejection"])
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "suffix"])
+def test_greedy_text_under_every_strategy(
+    proposer: str, strategy: str, trained: Path, draft: Path, plain_text: Any
+) -> None:
+    with engine(trained, speculative(proposer, draft, verify_strategy=strategy)) as e:
+        assert tokens(e) == plain_text[trained, "few"]
+
+
+def test_v1_has_the_same_text(trained: Path, draft: Path, plain_text: Any) -> None:
+    for config in (None, speculative("mtp_ngram", draft)):
+        assert elsewhere(1, trained, config)["tokens"] == plain_text[trained, "few"]
+
+
+@pytest.mark.parametrize("proposer", ["mtp_ngram_override", "mtp_suffix", "naive"])
+def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, plain_text: Any) -> None:
+    """Every slot is scheduled before its draft is made; those that nothing fills are no drafts."""
+    result = elsewhere(2, trained, speculative(proposer, draft), async_scheduling=True)
+    assert result["scheduler"] == "AsyncScheduler"
+    assert result["tokens"] == plain_text[trained, "few"]
+    if proposer == "naive":
+        assert result["drafted"] == 0
+    else:
+        assert 0 < result["accepted"] < result["drafted"]
+
+
+def test_asynchronous_scheduling_accepts_no_filler(trained: Path, draft: Path) -> None:
+    """`accept_all` takes every draft that there is, and a slot without one holds token 0."""
+    config = speculative("mtp_ngram", draft, accept_policy="accept_all")
+    result = elsewhere(2, trained, config, async_scheduling=True)
+    assert result["accepted"] > 0
+    assert 0 not in {token for text in result["tokens"] for token in text}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_model_makes_its_steps_and_no_more(steps: int, trained: Path, draft: Path) -> None:
+    with engine(trained, speculative("mtp_ngram", draft, num_model_steps=steps)) as e:
+        speculator = e.runner.speculator
+        passes, proposals = [], []
+        speculator.model.register_forward_hook(lambda *_: passes.append(1))
+        propose = speculator.propose
+        speculator.propose = lambda *args, **kwargs: proposals.append(1) or propose(*args, **kwargs)
+        tokens(e, FEW[:2], max_tokens=8)
+    assert len(passes) == steps * len(proposals) > 0
+
+
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "suffix"])
+def test_up_to_the_models_length(proposer: str, tiny: Path, draft: Path) -> None:
+    prompts = [list(range(40, 90)), [65, 66] * 31, list(range(40, 103))]
+    with engine(tiny, max_model_len=64) as e:
+        expected = e.tokens(prompts, max_tokens=None)
+    with engine(tiny, speculative(proposer, draft), max_model_len=64) as e:
+        assert e.tokens(prompts, max_tokens=None) == expected
+    assert [len(t) for t in expected] == [14, 2, 1]
+
+
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix"])
+def test_preempted_and_resumed(proposer: str, trained: Path, draft: Path) -> None:
+    prompts = [[*PROMPTS[k % 4][:60], 65 + k] for k in range(4)]
+    sampling = {"max_tokens": 60}
+    with engine(trained) as e:
+        expected = e.tokens(prompts, **sampling)
+    with engine(trained, speculative(proposer, draft), num_gpu_blocks_override=9, block_size=32) as e:
+        assert e.tokens(prompts, **sampling) == expected
+        preempted = {m.name: m for m in e.llm.get_metrics()}["vllm:num_preemptions"].value
+    assert preempted > 0

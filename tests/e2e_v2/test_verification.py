@@ -1,0 +1,127 @@
+"""Strategies, policies and sampling parameters on Model Runner V2."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.e2e.engines import PROPOSERS, Engine, engine, speculative
+from tests.e2e.test_sampling import RULES, SAMPLED, STRATEGIES, STRUCTURED
+from tests.e2e_v2.engines import FEW, tokens
+
+TWO = FEW[:2]
+
+
+@pytest.fixture(scope="module")
+def plain(trained: Path) -> dict[str, list[list[int]]]:
+    """Texts of the stock engine without speculation: greedy, by the request's rules, and sampled with a seed."""
+    with engine(trained, **STRUCTURED) as e:
+        texts = {name: tokens(e, TWO, **rules) for name, rules in RULES.items()}
+        return texts | {"sampled": tokens(e, **SAMPLED)}
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest, trained: Path, draft: Path, plain: Any) -> Iterator[tuple[str, Engine]]:
+    """One engine for all tests of a strategy; `plain` first, since a process runs one at a time."""
+    config = speculative("mtp_ngram", draft, verify_strategy=request.param)
+    with engine(trained, config, **STRUCTURED) as e:
+        yield request.param, e
+
+
+@pytest.mark.parametrize("rules", [name for name in RULES if name != "none"])
+def test_greedy_text(rules: str, strategy: tuple[str, Engine], plain: dict[str, list[list[int]]]) -> None:
+    assert tokens(strategy[1], TWO, **RULES[rules]) == plain[rules]
+
+
+def test_masks_when_sampling(strategy: tuple[str, Engine]) -> None:
+    texts = tokens(strategy[1], TWO, **SAMPLED, allowed_token_ids=[65, 66, 67], bad_words=["A"])
+    assert {token for t in texts for token in t} <= {66, 67}
+
+
+def test_same_seed_same_text(strategy: tuple[str, Engine], plain: dict[str, list[list[int]]]) -> None:
+    name, e = strategy
+    first = tokens(e, **SAMPLED)
+    if name == "target_match":
+        # vLLM's V2 runner draws with the same noise, so this is the text without speculation.
+        assert first == plain["sampled"]
+    assert tokens(e, FEW[::-1], **SAMPLED) == first[::-1]
+    other = tokens(e, **SAMPLED | {"seed": 12})
+    assert (other == first) == (name == "greedy")
+
+
+def test_no_seed_new_text_and_several_completions(strategy: tuple[str, Engine]) -> None:
+    name, e = strategy
+    unseeded = {k: v for k, v in SAMPLED.items() if k != "seed"}
+    texts = tokens(e, TWO[:1], n=3, **unseeded)
+    assert len({tuple(t) for t in texts}) == (1 if name == "greedy" else 3)
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_logprobs(sampling: dict[str, Any], strategy: tuple[str, Engine]) -> None:
+    """Each emitted token has a logprob, and the most likely ones beside it are those of its position."""
+    sampling = {"max_tokens": 12} | sampling
+    results = strategy[1].generate(TWO, logprobs=3, **sampling)
+    assert [list(r.outputs[0].token_ids) for r in results] == strategy[1].tokens(TWO, **sampling)
+    for result in results:
+        output = result.outputs[0]
+        for token, row in zip(output.token_ids, output.logprobs, strict=True):
+            top = max(row.values(), key=lambda entry: entry.logprob)
+            assert row[token].logprob <= top.logprob <= 0
+            if "temperature" not in sampling:
+                assert row[token].rank == 1
+
+
+def test_structured_output(strategy: tuple[str, Engine]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["ab", "abcd"]}, "ok": {"type": "boolean"}},
+        "required": ["name", "ok"],
+        "additionalProperties": False,
+    }
+    for sampling in ({}, SAMPLED):
+        rules = {"structured_outputs": StructuredOutputsParams(json=schema), "max_tokens": 80, "ignore_eos": False}
+        for result in strategy[1].generate(TWO, **rules, **sampling):
+            value = json.loads(result.outputs[0].text)
+            assert value["name"] in ("ab", "abcd")
+            assert isinstance(value["ok"], bool)
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
+def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
+    """The numbers are those of the stock engine, whose text `target_match` has."""
+    values = []
+    for config in (None, speculative("mtp_ngram", draft, verify_strategy="target_match")):
+        with engine(trained, config, logprobs_mode=mode) as e:
+            results = e.generate(TWO, logprobs=0, **SAMPLED, max_tokens=12)
+        values.append(
+            [
+                row[token].logprob
+                for r in results
+                for token, row in zip(r.outputs[0].token_ids, r.outputs[0].logprobs, strict=True)
+            ]
+        )
+    assert values[1] == pytest.approx(values[0], rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("proposer", [name for name in PROPOSERS if name not in ("naive", "mtp_ngram")])
+def test_seeded_text_of_target_match(proposer: str, tiny: Path, trained: Path, draft: Path, plain: Any) -> None:
+    """Token for token that without speculation: the noise hangs on seed and position alone."""
+    with engine(trained, speculative(proposer, draft, verify_strategy="target_match")) as e:
+        assert tokens(e, **SAMPLED) == plain["sampled"]
+
+
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "suffix"])
+def test_policies(proposer: str, trained: Path, draft: Path, plain: dict[str, list[list[int]]]) -> None:
+    accepted = {}
+    for policy in ("accept_all", "reject_all"):
+        with engine(trained, speculative(proposer, draft, accept_policy=policy)) as e:
+            texts = tokens(e, TWO)
+            counts = e.counts()
+        assert all(0 < token < 320 for t in texts for token in t)
+        assert counts.drafted > 0
+        accepted[policy] = counts.accepted / counts.drafted
+    assert texts == plain["none"]
+    assert accepted == {"accept_all": 1.0, "reject_all": 0.0}

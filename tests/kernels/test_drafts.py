@@ -1,0 +1,297 @@
+"""The kernels of `kernels.drafts` against plain Python, under Triton's interpreter (TRITON_INTERPRET=1)."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
+from vllm_specplus.kernels import drafts as kernels
+from vllm_specplus.kernels.drafts import continue_predictions, write_one_hot_rows
+
+SENTINEL = -99
+MAX_LEN = 40
+VALUES = [0, 1, 2**31 - 1]
+
+
+@dataclass
+class Request:
+    """What is known of one request when `continue_predictions` is called."""
+
+    text: list[int]
+    base_len: int
+    predicted: list[int]
+    model: list[int]
+    limit: int
+    replaces: bool = False
+    # Stands behind the prediction's end and would agree, if it were read.
+    unread: tuple[int, ...] = ()
+
+
+def continued(request: Request, window: int) -> tuple[list[int], int]:
+    """The drafts that `continue_predictions` describes, and how many of them are the model's."""
+    model, limit = request.model, min(request.limit, window)
+    alone = model[:limit], min(len(model), limit)
+    if len(request.text) < request.base_len:
+        return alone
+    new = request.text[request.base_len :]
+    rest = request.predicted[len(new) :]
+    if request.predicted[: len(new)] != new or not rest:
+        return alone
+    if request.replaces:
+        return rest[:limit], 0
+    if rest[: len(model)] != model:
+        return alone
+    return rest[:limit], min(len(model), limit)
+
+
+def run(
+    requests: list[Request],
+    *,
+    window: int,
+    width: int | None = None,
+    rows: list[int] | None = None,
+    dtype: torch.dtype = torch.int32,
+) -> list[tuple[list[int], int]]:
+    """Drafts and number of model drafts of each request; `rows` are their places among unused ones.
+
+    Rows are strided. Whatever is not a request's is a token that texts are made of, with a length that is possible;
+    what is to be written holds a sentinel.
+    """
+    num_reqs, num_steps = len(requests), len(requests[0].model)
+    width = max(1, *(len(request.predicted) for request in requests)) if width is None else width
+    rows = list(range(num_reqs)) if rows is None else rows
+    token_ids = torch.full((2 * num_reqs, MAX_LEN + 3), VALUES[0], dtype=torch.int32)[:, :MAX_LEN]
+    num_tokens = torch.full((2 * num_reqs,), MAX_LEN, dtype=torch.int32)
+    drafts = torch.full((num_reqs, window + 2), SENTINEL)
+    predicted = torch.full((num_reqs, width), -1, dtype=torch.int32)
+    for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
+        token_ids[row, : len(request.text)] = torch.tensor(request.text, dtype=torch.int32)
+        num_tokens[row] = len(request.text)
+        drafts[i, :num_steps] = torch.tensor(request.model)
+        there = [*request.predicted, *request.unread][:width]
+        predicted[i, : len(there)] = torch.tensor(there, dtype=torch.int32)
+
+    def per_request(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    inputs = token_ids, num_tokens, predicted
+    before = [t.clone() for t in inputs]
+    num_drafts, num_model = continue_predictions(
+        token_ids,
+        num_tokens,
+        torch.tensor(rows, dtype=dtype),
+        drafts[:, :window],
+        predicted,
+        per_request([len(request.predicted) for request in requests]),
+        per_request([request.base_len for request in requests]),
+        per_request([int(request.replaces) for request in requests]),
+        num_model_steps=num_steps,
+        max_drafts=per_request([request.limit for request in requests]),
+    )
+    assert all(torch.equal(t, copy) for t, copy in zip(inputs, before, strict=True))
+    assert torch.all(drafts[:, window:] == SENTINEL)
+    assert num_drafts.dtype == num_model.dtype == torch.int32
+    found = []
+    for row, count, of_model in zip(drafts[:, :window].tolist(), num_drafts.tolist(), num_model.tolist(), strict=True):
+        assert row[count:] == [-1] * (window - count)
+        found.append((row[:count], of_model))
+    return found
+
+
+@st.composite
+def batches(draw):
+    """Arguments of `run`. A prediction says what came, the model's drafts and more, but for one place at most."""
+    window = draw(st.integers(1, 6))
+    num_steps = draw(st.integers(0, window))
+    width = draw(st.integers(1, 2 * window + 1))
+    num_reqs = draw(st.integers(1, 3))
+
+    def tokens(count):
+        return draw(st.lists(st.sampled_from(VALUES), min_size=count, max_size=count))
+
+    requests = []
+    for _ in range(num_reqs):
+        base_len, num_new = draw(st.integers(0, 20)), draw(st.integers(0, window + 1))
+        text, model = tokens(base_len + num_new), tokens(num_steps)
+        agreeing = text[base_len:] + model
+        future = agreeing + tokens(max(0, width - len(agreeing)))
+        ends = st.sampled_from([num_new - 1, num_new, num_new + 1, num_new + num_steps, num_new + num_steps + 1, width])
+        count = min(max(draw(ends | st.integers(0, width)), 0), width)
+        if future[:count] and draw(st.booleans()):
+            at = draw(st.integers(0, count - 1))
+            future[at] = VALUES[VALUES.index(future[at]) - 1]
+        requests.append(
+            Request(
+                text=text,
+                base_len=base_len,
+                predicted=future[:count],
+                model=model,
+                limit=draw(st.just(window) | st.integers(0, window + 2)),
+                replaces=draw(st.booleans()),
+                unread=tuple(future[count:]),
+            )
+        )
+    return {
+        "requests": requests,
+        "window": window,
+        "width": width,
+        "rows": draw(st.permutations(range(2 * num_reqs)))[:num_reqs],
+        "dtype": draw(st.sampled_from([torch.int32, torch.int64])),
+    }
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(batches())
+def test_equals_plain_python(batch):
+    assert run(**batch) == [continued(request, batch["window"]) for request in batch["requests"]]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "model", "options", "expected"),
+    [
+        pytest.param([5, 6, 7, 8, 9], [], {}, ([7, 8, 9], 0), id="goes on"),
+        pytest.param([5, 6, 7, 8, 9], [7], {}, ([7, 8, 9], 1), id="goes on from the model's draft"),
+        pytest.param([5, 6, 7, 8, 9], [7, 8, 9], {}, ([7, 8, 9], 3), id="ends with the model's drafts"),
+        pytest.param([5, 6, 7, 8, 9], [7, 8, 9, 1], {}, ([7, 8, 9, 1], 4), id="ends among the model's drafts"),
+        pytest.param([5, 6, 7, 8, 9], [7, 1], {}, ([7, 1], 2), id="the model says something else"),
+        pytest.param([5, 1, 7, 8, 9], [7], {}, ([7], 1), id="something else came"),
+        pytest.param([5, 1, 7, 8, 9], [7], {"replaces": True}, ([7], 1), id="nor does it replace then"),
+        pytest.param([5, 6], [], {}, ([], 0), id="at its end"),
+        pytest.param([5, 6], [7], {"replaces": True}, ([7], 1), id="at its end, it replaces nothing"),
+        pytest.param([5], [7], {}, ([7], 1), id="past its end"),
+        pytest.param([], [7], {"replaces": True}, ([7], 1), id="no prediction"),
+        pytest.param([5, 6, 8], [7, 1], {"replaces": True}, ([8], 0), id="shorter than what it replaces"),
+        pytest.param([5, 6, *range(9)], [], {}, ([0, 1, 2, 3], 0), id="more than the window"),
+        pytest.param([5, 6, 7, 8, 9], [7], {"limit": 2}, ([7, 8], 1), id="limited"),
+        pytest.param([5, 6, 7, 8, 9], [7, 8], {"limit": 1}, ([7], 1), id="limited to some of the model's"),
+        pytest.param([5, 6, 8], [7, 8], {"limit": 0, "replaces": True}, ([], 0), id="limited to none"),
+        pytest.param([5, 6], [7], {"base_len": 4}, ([7], 1), id="made of more tokens than there are"),
+    ],
+)
+def test_expected_drafts(predicted, model, options, expected):
+    request = Request(
+        **{"text": [1, 5, 6], "base_len": 1, "predicted": predicted, "model": model, "limit": 4} | options
+    )
+    assert run([request], window=4) == [expected]
+    assert continued(request, 4) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("vocab_size", "block"), [(37, 16), (16, 16), (5000, None)])
+def test_only_drafts_that_no_model_made_get_a_one_hot_row(monkeypatch, vocab_size, block, dtype):
+    """Drafts lie in every block of the vocabulary, the first token and the last among them."""
+    if block is not None:
+        monkeypatch.setattr(kernels, "_BLOCK", block)
+    window, rows = 3, [4, 0, 3, 1]
+    counts = [(0, 3), (1, 2), (2, 2), (0, 0)]  # the model's, all
+    drafts = torch.full((4, window + 2), -1)
+    drafts[0, :3] = torch.tensor([0, vocab_size - 1, vocab_size // 2])
+    drafts[1, :2] = torch.tensor([3, 15])
+    drafts[2, :2] = torch.tensor([1, 2])
+    logits = torch.randn(6, window, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = logits.clone()
+    for i, (row, (num_model, num_drafts)) in enumerate(zip(rows, counts, strict=True)):
+        for slot in range(num_model, num_drafts):
+            expected[row, slot] = float("-inf")
+            expected[row, slot, drafts[i, slot]] = 0
+    write_one_hot_rows(
+        logits,
+        torch.tensor(rows, dtype=torch.int32),
+        drafts[:, :window],
+        torch.tensor([num_drafts for _, num_drafts in counts], dtype=torch.int32),
+        torch.tensor([num_model for num_model, _ in counts], dtype=torch.int32),
+    )
+    assert torch.equal(logits, expected)
+
+
+def arguments(num_reqs=2, window=4, **changes):
+    """Valid arguments of `continue_predictions`, but for `changes`."""
+
+    def per_request(value):
+        return torch.full((num_reqs,), value, dtype=torch.int32)
+
+    return {
+        "token_ids": torch.zeros(num_reqs, 16, dtype=torch.int32),
+        "num_tokens": per_request(10),
+        "idx_mapping": torch.arange(num_reqs),
+        "drafts": torch.zeros(num_reqs, window, dtype=torch.int64),
+        "predicted": torch.zeros(num_reqs, 2 * window + 1, dtype=torch.int32),
+        "num_predicted": per_request(2 * window + 1),
+        "base_len": per_request(8),
+        "replaces_model": per_request(0),
+        "num_model_steps": 1,
+        "max_drafts": per_request(window),
+    } | changes
+
+
+def one_hot_arguments(num_reqs=2, window=4, vocab_size=5000, dtype=torch.float32, num_drafts=3):
+    """Valid arguments of `write_one_hot_rows`."""
+    return {
+        "draft_logits": torch.zeros(num_reqs, window, vocab_size, dtype=dtype),
+        "idx_mapping": torch.arange(num_reqs),
+        "drafts": torch.zeros(num_reqs, window, dtype=torch.int64),
+        "num_drafts": torch.full((num_reqs,), num_drafts, dtype=torch.int32),
+        "num_model": torch.ones(num_reqs, dtype=torch.int32),
+    }
+
+
+def test_no_requests():
+    num_drafts, num_model = continue_predictions(**arguments(0))
+    assert num_drafts.shape == num_model.shape == (0,)
+    write_one_hot_rows(**one_hot_arguments(0))
+
+
+class Launches:
+    """Takes a kernel's place and notes how it is launched."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *args, **options: None
+
+
+class OnlyAllocations(TorchDispatchMode):
+    """Lets memory be taken, as a graph's capture does, and nothing that launches or waits."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like), f"{func} was called"
+        return func(*args, **(kwargs or {}))
+
+
+def test_safe_to_capture_in_a_cuda_graph(monkeypatch):
+    """A call is one launch whose grid depends on shapes alone, and waits for nothing."""
+    goes_on, one_hot = Launches(), Launches()
+    monkeypatch.setattr(kernels, "_continue_kernel", goes_on)
+    monkeypatch.setattr(kernels, "_one_hot_kernel", one_hot)
+    calls = [arguments(3), arguments(3, num_predicted=torch.zeros(3, dtype=torch.int32))]
+    one_hot_calls = [one_hot_arguments(3), one_hot_arguments(3, num_drafts=0)]
+    with OnlyAllocations():
+        for call in calls:
+            continue_predictions(**call)
+        for call in one_hot_calls:
+            write_one_hot_rows(**call)
+    assert goes_on.grids == [(3,)] * 2
+    assert one_hot.grids == [(2, 4, 3)] * 2
+
+
+def compile_ahead_of_time():
+    """Run in a process of its own: compile both kernels as they are launched."""
+    goes_on, one_hot = AheadOfTime(kernels._continue_kernel), AheadOfTime(kernels._one_hot_kernel)
+    kernels._continue_kernel, kernels._one_hot_kernel = goes_on, one_hot
+    continue_predictions(**arguments())
+    continue_predictions(**arguments(window=5, num_model_steps=0, idx_mapping=torch.arange(2, dtype=torch.int32)))
+    continue_predictions(**arguments(window=1, predicted=torch.zeros(2, 1, dtype=torch.int32)))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        write_one_hot_rows(**one_hot_arguments(vocab_size=151_936, dtype=dtype))
+    print("compiled", len(goes_on.compiled), len(one_hot.compiled))
+
+
+def test_kernels_compile_for_a_gpu(tmp_path):
+    code = "from tests.kernels import test_drafts; test_drafts.compile_ahead_of_time()"
+    assert "compiled 3 3" in run_without_interpreter(code, tmp_path)
