@@ -125,7 +125,9 @@ def test_preempted_and_resumed(proposer: str, trained: Path, draft: Path) -> Non
     sampling = {"max_tokens": 60}
     with engine(trained) as e:
         expected = e.tokens(prompts, **sampling)
-    with engine(trained, speculative(proposer, draft), num_gpu_blocks_override=9, block_size=32) as e:
+    with engine(
+        trained, speculative(proposer, draft), num_gpu_blocks_override=9, block_size=32, max_model_len=128
+    ) as e:
         assert e.tokens(prompts, **sampling) == expected
         preempted = {m.name: m for m in e.llm.get_metrics()}["vllm:num_preemptions"].value
     assert preempted > 0

@@ -14,30 +14,35 @@ from vllm_specplus.kernels import verify as kernels
 from vllm_specplus.kernels.nucleus import POS_INF, score_tokens
 from vllm_specplus.verify import verify_draft_tokens
 
-NUM_SEEDS = 600
+NUM_SEEDS = 400
 P = (LOGITS[0].double() / TEMPERATURE).softmax(dim=0)
-Q = (DRAFT_LOGITS[0].double() / TEMPERATURE).softmax(dim=0)
 
 
 def p_value(mode: str) -> float:
     """Chi-squared of the first tokens of a request of one draft, with many seeds."""
-    drafts, expected = torch.full((NUM_SEEDS,), likeliest(0)), P.clone()
+    drafts, expected, logits = torch.full((NUM_SEEDS,), likeliest(0)), P.clone(), LOGITS[:2].clone()
     options: dict[str, object] = {"strategy": mode}
     if mode == "topp":
         # The unlikeliest token is not accepted; what follows is a sample of the likeliest four.
         drafts = torch.full((NUM_SEEDS,), int(P.argmin()))
         expected[P.argsort()[:-4]] = 0
         options["max_candidate_len"] = 4
-    if mode == "sampled drafts":
+    if mode in ("sampled drafts", "masked drafts"):
+        draft_logits, first = DRAFT_LOGITS[:2].clone(), DRAFT_LOGITS[0].argmax()
+        if mode == "masked drafts":
+            # Most drafts are of a token that the target forbids.
+            expected[first], logits[:, first] = 0, -torch.inf
+            draft_logits[:, first] += 3
         g = torch.Generator().manual_seed(3)
-        drafts = torch.multinomial(Q, NUM_SEEDS, replacement=True, generator=g)
-        options = {"strategy": "rejection", "draft_logits": DRAFT_LOGITS[:2].repeat(NUM_SEEDS, 1)}
+        q = (draft_logits[0].double() / TEMPERATURE).softmax(dim=0)
+        drafts = torch.multinomial(q, NUM_SEEDS, replacement=True, generator=g)
+        options = {"strategy": "rejection", "draft_logits": draft_logits.repeat(NUM_SEEDS, 1)}
     out = verify_draft_tokens(
-        LOGITS[:2].repeat(NUM_SEEDS, 1),
+        logits.repeat(NUM_SEEDS, 1),
         torch.arange(NUM_SEEDS + 1) * 2,
         torch.stack([drafts, torch.full_like(drafts, -1)], dim=1).flatten(),
         torch.full((NUM_SEEDS,), TEMPERATURE),
-        seeds=torch.arange(NUM_SEEDS) - 300,
+        seeds=torch.arange(NUM_SEEDS) - 200,
         positions=torch.tensor([40, 41]).repeat(NUM_SEEDS),
         backend="triton",
         **options,
@@ -45,7 +50,7 @@ def p_value(mode: str) -> float:
     return chi_squared(out.token_ids[:, 0], (expected / expected.sum()).numpy())
 
 
-@pytest.mark.parametrize("mode", ["target_match", "topp", "rejection", "sampled drafts"])
+@pytest.mark.parametrize("mode", ["target_match", "topp", "rejection", "sampled drafts", "masked drafts"])
 def test_keeps_the_distribution(mode: str) -> None:
     assert p_value(mode) > 1e-3
 
@@ -53,7 +58,7 @@ def test_keeps_the_distribution(mode: str) -> None:
 @triton.jit
 def forgets_the_draft(row, key, residual, tokens, DRAFT_LOGITS):  # noqa: N803
     """Bug: what follows a rejection is sampled from p, not from max(p - q, 0)."""
-    return score_tokens(row, key, (residual[0], -1, 0.0, POS_INF), tokens, DRAFT_LOGITS)
+    return score_tokens(row, key, (residual[0], -1, 0.0, 0.0, POS_INF), tokens, DRAFT_LOGITS)
 
 
 @triton.jit
@@ -81,3 +86,30 @@ kernels_noise = kernels.gumbel_noise
 def test_power_of_target_match(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "gumbel_noise", same_noise)
     assert p_value("target_match") < 1e-6
+
+
+@triton.jit
+def allows_all(p_row, drafts_ptr, i_row, temperature, vocab_size):
+    """Bug: a masked draft counts as none, so a sample of p follows it."""
+    draft, logit, usable = draft_of(p_row, drafts_ptr, i_row, temperature, vocab_size)
+    return tl.where(usable, draft, -1), logit, usable
+
+
+draft_of = kernels._draft_of
+
+
+def test_power_with_masked_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_draft_of", allows_all)
+    # 4e-5, where it is 0.09 without the bug.
+    assert p_value("masked drafts") < 1e-3
+
+
+@triton.jit
+def forgets_the_cut(row, groups, key, residual, token, floor, max_count, mass_limit, DRAFT_LOGITS, ALL, TILE):  # noqa: N803
+    """Bug: what is sampled outside the candidates stays."""
+    return token
+
+
+def test_power_of_topp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "settle_sample", forgets_the_cut)
+    assert p_value("topp") < 1e-6

@@ -97,6 +97,7 @@ def run(
     assert num_drafts.dtype == num_model.dtype == torch.int32
     found = []
     for row, count, of_model in zip(drafts[:, :window].tolist(), num_drafts.tolist(), num_model.tolist(), strict=True):
+        assert of_model <= count <= window
         assert row[count:] == [-1] * (window - count)
         found.append((row[:count], of_model))
     return found
@@ -107,7 +108,7 @@ def batches(draw):
     """Arguments of `run`. A prediction says what came, the model's drafts and more, but for one place at most."""
     window = draw(st.integers(1, 6))
     num_steps = draw(st.integers(0, window))
-    width = draw(st.integers(1, 2 * window + 1))
+    width = draw(st.just(2 * window + 1) | st.integers(1, 2 * window + 1))
     num_reqs = draw(st.integers(1, 3))
 
     def tokens(count):
@@ -119,10 +120,11 @@ def batches(draw):
         text, model = tokens(base_len + num_new), tokens(num_steps)
         agreeing = text[base_len:] + model
         future = agreeing + tokens(max(0, width - len(agreeing)))
-        ends = st.sampled_from([num_new - 1, num_new, num_new + 1, num_new + num_steps, num_new + num_steps + 1, width])
-        count = min(max(draw(ends | st.integers(0, width)), 0), width)
-        if future[:count] and draw(st.booleans()):
-            at = draw(st.integers(0, count - 1))
+        ends = st.sampled_from([num_new - 1, num_new, num_new + 1, num_new + num_steps, num_new + num_steps + 1])
+        count = min(max(draw(st.just(width) | ends | st.integers(0, width)), 0), width)
+        places = st.sampled_from([0, num_new - 1, num_new, num_new + num_steps - 1, num_new + num_steps])
+        at = draw(st.none() | places | st.integers(0, width - 1))
+        if at is not None and 0 <= at < count:
             future[at] = VALUES[VALUES.index(future[at]) - 1]
         requests.append(
             Request(
@@ -158,6 +160,7 @@ def test_equals_plain_python(batch):
         pytest.param([5, 6, 7, 8, 9], [7, 8, 9], {}, ([7, 8, 9], 3), id="ends with the model's drafts"),
         pytest.param([5, 6, 7, 8, 9], [7, 8, 9, 1], {}, ([7, 8, 9, 1], 4), id="ends among the model's drafts"),
         pytest.param([5, 6, 7, 8, 9], [7, 1], {}, ([7, 1], 2), id="the model says something else"),
+        pytest.param([5, 6, 1, 8, 9], [7, 8], {}, ([7, 8], 2), id="the model says something else at once"),
         pytest.param([5, 1, 7, 8, 9], [7], {}, ([7], 1), id="something else came"),
         pytest.param([5, 1, 7, 8, 9], [7], {"replaces": True}, ([7], 1), id="nor does it replace then"),
         pytest.param([5, 6], [], {}, ([], 0), id="at its end"),
@@ -166,6 +169,7 @@ def test_equals_plain_python(batch):
         pytest.param([], [7], {"replaces": True}, ([7], 1), id="no prediction"),
         pytest.param([5, 6, 8], [7, 1], {"replaces": True}, ([8], 0), id="shorter than what it replaces"),
         pytest.param([5, 6, *range(9)], [], {}, ([0, 1, 2, 3], 0), id="more than the window"),
+        pytest.param([5, 6, *range(9)], [0], {"limit": 9}, ([0, 1, 2, 3], 1), id="limited to more than the window"),
         pytest.param([5, 6, 7, 8, 9], [7], {"limit": 2}, ([7, 8], 1), id="limited"),
         pytest.param([5, 6, 7, 8, 9], [7, 8], {"limit": 1}, ([7], 1), id="limited to some of the model's"),
         pytest.param([5, 6, 8], [7, 8], {"limit": 0, "replaces": True}, ([], 0), id="limited to none"),

@@ -50,12 +50,13 @@ def run(inputs: VerifyInputs) -> VerifyOutput:
 
 
 def at_most_10_rows(counts: list[int]) -> list[int]:
-    return [n for i, n in enumerate(counts) if sum(counts[: i + 1]) <= 10]
+    """The first request alone may have more."""
+    return [n for i, n in enumerate(counts) if i == 0 or sum(counts[: i + 1]) <= 10]
 
 
 shapes = st.builds(
     Shape,
-    counts=st.lists(st.sampled_from([1, 0, 2, 3, 4, 5]), min_size=1, max_size=4).map(at_most_10_rows),
+    counts=st.lists(st.sampled_from([1, 0, 2, 3, 4, 5] * 3 + [7, 11, 17]), min_size=1, max_size=4).map(at_most_10_rows),
     vocab_size=st.sampled_from([5, 8, 16, 63, 64, 65, 128, 320, 500, 1100]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     strategy=st.sampled_from(STRATEGIES),
@@ -148,28 +149,38 @@ def test_a_flat_row_settles_after_several_rounds() -> None:
         assert one_row(logits, strategy=strategy, top_p=torch.tensor([11 / 1100 - 1e-5])) == int(noise[:11].argmax())
 
 
-@pytest.mark.parametrize("strategy", ["topp", "target_match", "rejection"])
-def test_masses_near_the_threshold_stay_near_it(strategy: str) -> None:
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_masses_near_the_threshold_stay_near_it(offset: float) -> None:
     """Guarantee where rounding decides: what is emitted or accepted is a candidate by some top_p within
-    1e-6 of the one asked for. top_p here is the mass above the tested token, as a float."""
+    1e-6 of the one asked for, and 2^-23 for each unit of max |z|. top_p here is the mass above the tested token."""
     vocab_size, num_rows = 1000, 12
+    margin = 1e-6 + 2**-23 * (offset + 5)
     g = torch.Generator().manual_seed(1)
-    logits = torch.randn(num_rows, vocab_size, generator=g)
+    logits = torch.randn(num_rows, vocab_size, generator=g) + offset
     mass = logits.double().softmax(dim=1).sort(descending=True, stable=True)
     rank = torch.randint(1, 400, (num_rows, 1), generator=g)
     above = mass.values.cumsum(dim=1).gather(1, rank - 1)[:, 0].float()
-    out = verify_draft_tokens(
-        logits.repeat_interleave(2, dim=0),
-        torch.arange(num_rows + 1) * 2,
-        torch.stack([mass.indices.gather(1, rank)[:, 0], torch.full((num_rows,), -1)], dim=1).flatten(),
-        torch.ones(num_rows),
-        top_p=above,
-        strategy=strategy,
-        backend="triton",
-    )
-    for row in range(num_rows):
-        place = (mass.indices[row] == out.token_ids[row, 0]).nonzero().item()
-        assert place <= int(rank[row])
+    before, draft, after = (mass.indices.gather(1, rank + step)[:, 0] for step in (-1, 0, 1))
+
+    def verify(tokens: torch.Tensor, top_p: torch.Tensor, strategy: str = "topp") -> VerifyOutput:
+        return verify_draft_tokens(
+            logits.repeat_interleave(2, dim=0),
+            torch.arange(num_rows + 1) * 2,
+            torch.stack([tokens, torch.full_like(tokens, -1)], dim=1).flatten(),
+            torch.ones(num_rows),
+            top_p=top_p,
+            strategy=strategy,
+            backend="triton",
+        )
+
+    assert (verify(before, above - margin).num_tokens == 2).all()
+    assert (verify(draft, above + margin).num_tokens == 2).all()
+    assert (verify(draft, above - margin).num_tokens == 1).all()
+    assert (verify(after, above - margin).num_tokens == 1).all()
+    for strategy in ("topp", "target_match", "rejection"):
+        emitted = verify(after, above, strategy).token_ids[:, 0]
+        place = (mass.indices == emitted[:, None]).int().argmax(dim=1)
+        assert (place <= rank[:, 0]).all()
 
 
 def test_strides_and_dtypes() -> None:

@@ -42,6 +42,7 @@ ROW_KINDS = (
     "partly_nan",
     "all_masked",
     "infinite",
+    "lowest",
 )
 DRAFT_KINDS = ("first", "first", "second", "third", "random", "none", "outside", "masked")
 SAMPLED_SHARE = 0.6  # of the drafts of `target_match`, which else would rarely be accepted
@@ -99,6 +100,9 @@ def make_row(kind: str, vocab_size: int, g: torch.Generator) -> torch.Tensor:
         return torch.full((vocab_size,), -math.inf)
     if kind == "infinite":
         row[some < 0.1] = math.inf
+    if kind == "lowest":
+        # As some processors mask; divided by a temperature below 1 it is -inf.
+        row[some < 0.5] = torch.finfo(torch.bfloat16).min
     return row * 3
 
 
@@ -216,16 +220,18 @@ def is_close(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> bool:
     margin = RESIDUAL_MARGIN if probabilistic else SCORE_MARGIN
     if best - second < margin * max(1.0, abs(best) / 10):
         return True
-    if inputs.strategy != "rejection" or inputs.policy != "normal" or row.draft is None or is_greedy(inputs, r):
+    draft = int(inputs.draft_token_ids[i])
+    is_tested = not is_bonus and 0 <= draft < inputs.vocab_size
+    if inputs.strategy != "rejection" or inputs.policy != "normal" or not is_tested or is_greedy(inputs, r):
         return False
     z = request_z(inputs, r)[i - int(inputs.cu_num_rows[r])].tolist()
     p = softmax(z, row.candidates)
-    q = drawn_by or {row.draft: 1.0}
-    if any(0 < v < SMALLEST_PROBABILITY for v in (p.get(row.draft, 0.0), q[row.draft])):
+    q = drawn_by or {draft: 1.0}
+    if any(0 < v < SMALLEST_PROBABILITY for v in (p.get(draft, 0.0), q[draft])):
         return True
     u = acceptance_uniform(inputs.seeds[r : r + 1], inputs.positions[i : i + 1]).item()
-    if abs(p.get(row.draft, 0.0) - u * q[row.draft]) < RATIO_MARGIN * q[row.draft]:
-        return row.draft in p
+    if abs(p.get(draft, 0.0) - u * q[draft]) < RATIO_MARGIN * q[draft]:
+        return draft in p
     return probabilistic and p.get(row.emits, 1.0) - q[row.emits] < RESIDUAL_MARGIN * q[row.emits] < math.inf
 
 

@@ -61,8 +61,8 @@ _PLAN_MAX, _PLAN_LIMIT, _PLAN_FLOOR, _PLAN_LOG_MASS, _PLAN_DRAFT_MAX, _PLAN_DRAF
 _PLAN_ROW, _PLAN_SLOT, _PLAN_EXCLUDED, _PLAN_FIRST, _PLAN_INTS = (tl.constexpr(i) for i in range(5))
 
 _NO_LIMIT = tl.constexpr(2**31 - 1)
-# Temperatures beyond it make a row as flat as this one does, but their reciprocals are no ordinary floats.
-_HOTTEST = tl.constexpr(1e30)
+# Temperatures outside act as these do; their reciprocals are no ordinary floats.
+_COLDEST, _HOTTEST = tl.constexpr(1e-30), tl.constexpr(1e30)
 # The most programs that a launch has along its second and third axis.
 _MOST_PROGRAMS = 65_535
 
@@ -78,9 +78,9 @@ def _rows_of(cu_ptr, i_req, max_rows):
 @triton.jit
 def _temperature_of(temperature_ptr, i_req, STRATEGY: tl.constexpr):
     """The divisor of a request's logits, and whether the request is greedy."""
-    temperature = tl.minimum(tl.load(temperature_ptr + i_req), _HOTTEST)
+    temperature = tl.load(temperature_ptr + i_req)
     greedy = (temperature == 0.0) | (STRATEGY == _GREEDY)
-    return tl.where(greedy, 1.0, temperature), greedy
+    return tl.where(greedy, 1.0, tl.minimum(tl.maximum(temperature, _COLDEST), _HOTTEST)), greedy
 
 
 @triton.jit
@@ -99,12 +99,13 @@ def _filters_of(top_p_ptr, top_k_ptr, min_p_ptr, i_req):
 
 
 @triton.jit
-def _draft_of(p_row, drafts_ptr, i_row, vocab_size):
-    """The draft at a row, int32, or -1 if no policy may accept it; and its logit."""
+def _draft_of(p_row, drafts_ptr, i_row, temperature, vocab_size):
+    """The draft at a row, int32, -1 if there is none; its logit; and whether any policy may accept it."""
     draft = tl.load(drafts_ptr + i_row)
-    usable = (draft >= 0) & (draft < vocab_size)
-    logit = load_logits(p_row, tl.where(usable, draft, 0).to(tl.int32), vocab_size)
-    return tl.where(usable & (logit > NEG_INF), draft, -1).to(tl.int32), logit
+    draft = tl.where((draft >= 0) & (draft < vocab_size), draft, -1).to(tl.int32)
+    logit = load_logits(p_row, tl.maximum(draft, 0), vocab_size)
+    # Masked, or so unlikely that it may as well be.
+    return draft, logit, (draft >= 0) & (logit / temperature > NEG_INF)
 
 
 @triton.jit
@@ -175,7 +176,7 @@ def _row_stats(
         tl.store(p_floats + _SCORE * num_blocks, score)
         tl.store(p_ints + _SAMPLE * num_blocks, sample)
     elif i_slot < num_rows - 1:
-        draft, logit = _draft_of(p_row, drafts_ptr, i_row, vocab_size)
+        draft, logit, _ = _draft_of(p_row, drafts_ptr, i_row, temperature, vocab_size)
         before = (logits > logit) | ((logits == logit) & (tokens < draft))
         tl.store(p_floats + _ABOVE * num_blocks, tl.sum(tl.where(before, weight, 0.0)))
         tl.store(p_ints + _RANK * num_blocks, tl.sum(before.to(tl.int32)))
@@ -321,6 +322,7 @@ def _window_agrees(
     i_row,
     num_following,
     window,
+    temperature,
     vocab_size,
     ALL_BLOCKS: tl.constexpr,
 ):
@@ -329,9 +331,9 @@ def _window_agrees(
     agrees = num_following >= window
     while agrees & (left > 0):
         i_row += 1
-        draft, _ = _draft_of(logits_ptr + i_row * logits_stride, drafts_ptr, i_row, vocab_size)
+        draft, _, usable = _draft_of(logits_ptr + i_row * logits_stride, drafts_ptr, i_row, temperature, vocab_size)
         _, first = _first_of(stats, i_row, ALL_BLOCKS)
-        agrees = draft == first
+        agrees = usable & (draft == first)
         left -= 1
     return agrees
 
@@ -420,8 +422,7 @@ def _accept(
     while going:
         i_row = start + run
         p_row = logits_ptr + i_row * logits_stride
-        draft, logit = _draft_of(p_row, drafts_ptr, i_row, vocab_size)
-        accepted = draft >= 0
+        draft, logit, accepted = _draft_of(p_row, drafts_ptr, i_row, temperature, vocab_size)
         if (POLICY == _NORMAL) & accepted:
             M, first = _first_of(stats, i_row, ALL_BLOCKS)
             accepted = draft == first
@@ -474,6 +475,7 @@ def _accept(
                             i_row,
                             num_rows - 2 - run,
                             verify_window,
+                            temperature,
                             vocab_size,
                             ALL_BLOCKS,
                         )
@@ -511,7 +513,7 @@ def _accept(
             draft_log_mass = POS_INF
             if (STRATEGY == _REJECTION) & (POLICY == _NORMAL):
                 if run < num_rows - 1:
-                    draft, _ = _draft_of(p_row, drafts_ptr, i_row, vocab_size)
+                    draft, _, _ = _draft_of(p_row, drafts_ptr, i_row, temperature, vocab_size)
                     excluded = draft
                     if draft_logits_ptr is not None:
                         draft_M, draft_mass = _draft_mass_of(stats, i_row, temperature, ALL_BLOCKS)
@@ -733,7 +735,7 @@ class Workspace:
     def allocate(
         cls, num_rows: int, num_reqs: int, vocab_size: int, max_rows: int, device: torch.device | str
     ) -> "Workspace":
-        """Make one; it takes under 0.1 byte for each logit of `num_rows` rows."""
+        """Make one; at a vocabulary of 150,000 it takes some 0.1 byte for each logit of `num_rows` rows."""
         num_blocks = triton.cdiv(vocab_size, _block_size(vocab_size))
         num_groups = triton.cdiv(vocab_size, GROUP_SIZE.value)
         shapes = {

@@ -35,8 +35,10 @@ token 0; logits of +inf share all the mass, and a sample takes the lowest id amo
 draft logits that is all -inf is no distribution: its draft was not sampled, and q(d) is 1.
 
 Arithmetic: z and z + noise are float32; masses are float64 sums of exp(z - max z) here and may be
-float32 in a backend. Backends must therefore agree whenever no mass lies within rounding (about
-1e-6 of the row's mass) of its threshold, and also where the sums are exact, as among equal logits.
+float32 in a backend. Backends must therefore agree whenever no mass lies within rounding of its threshold:
+1e-6 of the row's mass, and 2^-23 of it for each unit of max |z|, which is what rounding z comes to. They
+agree too where the sums are exact, as among equal logits. A weight within 1e-4 of itself of min_p may go
+either way likewise.
 A mass within rounding of the threshold may go either way; whichever way, what is emitted has been
 a candidate by the backend's own sums. Two logits that differ may have the same z; a backend may order
 them by the logits, which spares it a division. Likewise p(d) within rounding of u q(d), and scores of z or
@@ -121,9 +123,10 @@ def read_row(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> Row:
     if not greedy:
         z = z / inputs.temperature[r]
     values = z.tolist()
-    draft = None if is_bonus else int(inputs.draft_token_ids[i])
-    if draft is not None and not (0 <= draft < len(values) and values[draft] > -math.inf):
-        draft = None
+    given = None if is_bonus else int(inputs.draft_token_ids[i])
+    if given is not None and not 0 <= given < len(values):
+        given = None
+    draft = given if given is not None and values[given] > -math.inf else None
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     if greedy:
         return Row(order, order[:1], {order[0]: 0.0}, draft)
@@ -138,18 +141,18 @@ def read_row(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> Row:
     seed, position = inputs.seeds[r : r + 1], inputs.positions[i : i + 1]
     noise = gumbel_noise(seed, position, len(values))[0]
     noisy = (z + noise).tolist()
-    if inputs.strategy != "rejection" or inputs.policy != "normal" or draft is None:
+    if inputs.strategy != "rejection" or inputs.policy != "normal" or given is None:
         return Row(order, candidates, {token: noisy[token] for token in candidates}, draft)
 
     p = softmax(values, candidates)
     q = draft_probabilities(inputs, r, i)
     if q is None:
-        q = {draft: 1.0}
-        score = {token: noisy[token] for token in candidates if token != draft}
+        q = {given: 1.0}
+        score = {token: noisy[token] for token in candidates if token != given}
     else:
         more = [token for token in candidates if p[token] > q[token]]
         score = {token: math.log(p[token] - q[token]) + noise[token].item() for token in more}
-    passes = p.get(draft, 0.0) > acceptance_uniform(seed, position).item() * q[draft]
+    passes = p.get(given, 0.0) > acceptance_uniform(seed, position).item() * q[given]
     return Row(order, candidates, score or {order[0]: 0.0}, draft, passes)
 
 

@@ -55,7 +55,8 @@ def verify(inputs: VerifyInputs) -> VerifyOutput:
     if inputs.num_reqs == 0 or inputs.num_rows == 0:
         return _no_tokens(inputs)
     layout = _lay_out(inputs)
-    drafts = _acceptable_drafts(inputs, layout)
+    given = _given_drafts(inputs, layout)
+    drafts = _acceptable_drafts(inputs, layout, given)
     emitted = None
     if inputs.policy == "reject_all":
         accepted = torch.zeros_like(drafts, dtype=torch.bool)
@@ -69,7 +70,7 @@ def verify(inputs: VerifyInputs) -> VerifyOutput:
         rows = torch.arange(inputs.num_rows, device=drafts.device)
         emitted = _emit(inputs, layout, rows, torch.full_like(drafts, -1))
         accepted = emitted == drafts
-    return _scan(inputs, layout, drafts, accepted, emitted)
+    return _scan(inputs, layout, given, accepted, emitted)
 
 
 def _no_tokens(inputs: VerifyInputs) -> VerifyOutput:
@@ -90,15 +91,19 @@ def _lay_out(inputs: VerifyInputs) -> _Layout:
     return _Layout(request, counts, grid)
 
 
-def _acceptable_drafts(inputs: VerifyInputs, layout: _Layout) -> torch.Tensor:
-    """``[num_rows]`` int64: the draft, or -1 where none could be accepted under any policy."""
+def _given_drafts(inputs: VerifyInputs, layout: _Layout) -> torch.Tensor:
+    """``[num_rows]`` int64: the draft, or -1 where there is none."""
     rows = torch.arange(inputs.num_rows, device=layout.request.device)
     last = inputs.cu_num_rows[layout.request] + layout.counts[layout.request] - 1
     drafts = inputs.draft_token_ids
-    usable = (rows < last) & (drafts >= 0) & (drafts < inputs.vocab_size)
-    inside = drafts.clamp(0, inputs.vocab_size - 1)
-    z = _scale(inputs, layout, rows, inputs.logits[rows, inside][:, None])[:, 0]
-    return torch.where(usable & (z > _NEG_INF), drafts, -1)
+    return torch.where((rows < last) & (drafts >= 0) & (drafts < inputs.vocab_size), drafts, -1)
+
+
+def _acceptable_drafts(inputs: VerifyInputs, layout: _Layout, given: torch.Tensor) -> torch.Tensor:
+    """``[num_rows]`` int64: the draft, or -1 where none could be accepted under any policy."""
+    rows = torch.arange(inputs.num_rows, device=layout.request.device)
+    z = _scale(inputs, layout, rows, inputs.logits[rows, given.clamp(min=0)][:, None])[:, 0]
+    return torch.where(z > _NEG_INF, given, -1)
 
 
 def _scan(

@@ -1,0 +1,209 @@
+"""Suffix decoding on Model Runner V2 with asynchronous scheduling, where a kernel has the last word."""
+
+import numpy as np
+import pytest
+
+from tests.kernels.test_drafts import Request, continued
+from tests.proposers.reference import make_history
+
+pytest.importorskip("arctic_inference")
+from tests.runners.suffix_engine import MAX_LEN, Engine, Event
+
+PERIOD = [3, 8, 5, 9, 4, 7, 6]
+
+
+@pytest.fixture(autouse=True)
+def events(monkeypatch):
+    Event.install(monkeypatch)
+
+
+def replay(engine, req_id, truth):
+    """Serve a request whose output is `truth`, greedily; the drafts of each step."""
+    steps, drafts, at = [], [], 0
+    while at < len(truth):
+        right = 0
+        while right < len(drafts) and drafts[right] == truth[at + right]:
+            right += 1
+        new = truth[at : at + right + 1]
+        at += len(new)
+        (drafts,), _ = engine.step({req_id: new})
+        drafts = drafts[: len(truth) - at - 1]
+        steps.append(drafts)
+    return steps
+
+
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_a_text_that_repeats_itself_is_drafted_one_step_later(width):
+    """What is drafted is right although the host has not seen the latest tokens."""
+    truth, steps = PERIOD * 5, {}
+    for is_async in (False, True):
+        engine = Engine(width=width, is_async=is_async, suffix_decoding_max_tree_depth=48)
+        engine.add("a", 1, PERIOD * 4)
+        steps[is_async] = replay(engine, "a", truth)
+    assert len(steps[False][0]) == width
+    assert steps[True][0] == []
+    assert len(steps[True][1]) == width
+    # All drafts are right, from then on.
+    assert len(steps[True]) == 2 + -(-(len(truth) - 2) // (width + 1))
+    assert len(steps[True]) <= len(steps[False]) + 1
+
+
+class Reference:
+    """What is to be drafted, from the texts as they were one step before."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.matcher = engine.matcher()
+        self.seen: dict[str, list[int]] = {}
+        self.on_the_way: dict[str, list[int]] = {}
+
+    def add(self, req_id):
+        self.on_the_way.pop(req_id, None)
+        self.seen[req_id] = self.engine.text(req_id)
+
+    def step(self, sampled, model):
+        engine = self.engine
+        alive = engine.states.req_id_to_index
+        self.seen |= {req_id: text for req_id, text in self.on_the_way.items() if req_id in alive}
+        self.on_the_way = {req_id: engine.text(req_id) for req_id in sampled}
+        self.matcher.retain(alive)
+        history = make_history({req_id: self.seen[req_id] for req_id in sampled}, MAX_LEN)
+        history.num_prompt_tokens[:] = [engine.prompt_len[req_id] for req_id in sampled]
+        match = self.matcher.match(history, None, np.full(len(sampled), 2 * engine.width + 1))
+        override, drafted = engine.options.match_override_len, []
+        for i, (req_id, predicted) in enumerate(zip(sampled, match.to_lists(), strict=True)):
+            request = Request(
+                text=engine.text(req_id),
+                base_len=len(self.seen[req_id]),
+                predicted=predicted,
+                model=[] if model is None else model[i],
+                limit=engine.width * bool(sampled[req_id]),
+                replaces=0 < override <= match.match_len[i],
+            )
+            drafted.append(continued(request, engine.width))
+        return [drafts for drafts, _ in drafted], [count for _, count in drafted]
+
+
+@pytest.mark.parametrize(("num_steps", "override"), [(0, 0), (1, 0), (2, 4)])
+@pytest.mark.parametrize("cached", [0, 100])
+def test_a_step_drafts_from_the_texts_of_the_step_before(num_steps, override, cached):
+    """Requests come, go, are preempted and prefilled in chunks; many tokens are the drafts, or nothing would fit."""
+    rng = np.random.default_rng(num_steps)
+    engine = Engine(is_async=True, match_override_len=override, suffix_decoding_max_cached_requests=cached)
+    reference = Reference(engine)
+    num_drafts = num_model = 0
+
+    def tokens(count):
+        return rng.integers(1, 3, count).tolist()
+
+    free, started = [0, 1, 2, 3], 0
+    last: dict[str, list[int]] = {}
+    for _ in range(80):
+        for req_id in list(engine.states.req_id_to_index):
+            if len(engine.text(req_id)) > MAX_LEN - 10 or rng.random() < 0.1:
+                text, prompt_len = engine.text(req_id), engine.prompt_len[req_id]
+                free.append(engine.states.req_id_to_index[req_id])
+                engine.remove(req_id)
+                if rng.random() < 0.5 and len(text) < MAX_LEN - 10:
+                    engine.add(req_id, free.pop(), text[:prompt_len], text[prompt_len:])
+                    reference.add(req_id)
+        while len(free) > 1:
+            engine.add(f"request-{started}", free.pop(), tokens(rng.integers(1, 12)))
+            reference.add(f"request-{started}")
+            started += 1
+        running = list(engine.states.req_id_to_index)
+        chosen = rng.permutation(running)[: rng.integers(1, len(running) + 1)].tolist()
+        sampled = {}
+        for req_id in chosen:
+            accepted = last.get(req_id, [])[: rng.integers(0, engine.width + 1)]
+            sampled[req_id] = [] if rng.random() < 0.1 else accepted + tokens(1)
+        model = [tokens(num_steps) for _ in chosen] if num_steps else None
+        drafted = engine.step(sampled, model)
+        assert drafted == reference.step(sampled, model)
+        assert {req_id: engine.mirrored(req_id) for req_id in chosen} == {i: reference.seen[i] for i in chosen}
+        last |= dict(zip(chosen, drafted[0], strict=True))
+        num_drafts += sum(map(len, drafted[0]))
+        num_model += sum(drafted[1])
+    assert num_drafts > num_model + 10
+    assert (num_model > 0) == (num_steps > 0)
+
+
+def test_a_step_waits_for_the_one_before_only():
+    engine = Engine(is_async=True)
+    engine.add("a", 2, PERIOD)
+    for token in PERIOD[:4]:
+        engine.step({"a": [token]})
+    assert Event.made == 4
+    assert Event.waited == [0, 1, 2]
+    assert engine.mirrored("a") == PERIOD + PERIOD[:3]
+
+
+def test_a_request_gets_no_tokens_of_the_one_that_had_its_place():
+    engine = Engine(is_async=True, suffix_decoding_max_cached_requests=0)
+    engine.add("a", 1, PERIOD)
+    engine.step({"a": PERIOD[:3]})
+    engine.remove("a")
+    # Of the same length, so that "a"'s latest tokens would go on from its text.
+    engine.add("b", 1, [2] * 7)
+    assert engine.step({"b": [1]}) == ([[]], [0])
+    assert engine.mirrored("b") == [2] * 7
+    assert engine.step({"b": [1]}) == ([[]], [0])
+    assert engine.mirrored("b") == [*[2] * 7, 1]
+    assert engine.matched_requests == {"b"}
+
+
+def test_a_request_that_comes_back_to_its_place_has_what_it_brings():
+    """Preempted, it brings its output in its prefill; what was on its way may be part of it, or not."""
+    engine = Engine(is_async=True)
+    engine.add("a", 1, PERIOD)
+    engine.step({"a": PERIOD[:3]})
+    engine.remove("a")
+    engine.add("a", 1, PERIOD, PERIOD[:2])
+    engine.step({"a": []})
+    assert engine.mirrored("a") == PERIOD + PERIOD[:2]
+    engine.step({"a": PERIOD[2:3]})
+    assert engine.step({"a": PERIOD[3:4]})[0] == [PERIOD[4:6]]
+    assert engine.mirrored("a") == PERIOD + PERIOD[:3]
+
+
+def test_a_step_without_drafts_takes_the_tokens_in():
+    engine = Engine(is_async=True)
+    engine.add("a", 0, PERIOD * 2)
+    engine.step({"a": PERIOD[:3]}, width=0)
+    assert engine.mirrored("a") == PERIOD * 2
+    engine.step({"a": PERIOD[3:6]}, width=0)
+    assert engine.mirrored("a") == PERIOD * 2 + PERIOD[:3]
+    assert engine.step({"a": PERIOD[6:]}) == ([PERIOD[:4]], [0])
+    assert engine.mirrored("a") == PERIOD * 2 + PERIOD[:6]
+
+
+def test_the_window_may_be_narrower_than_it_was():
+    engine = Engine(is_async=True)
+    engine.add("a", 0, PERIOD * 2)
+    engine.step({"a": PERIOD[:4]})
+    assert engine.step({"a": PERIOD[4:5]}, width=2) == ([PERIOD[5:]], [0])
+
+
+def test_a_prompt_in_chunks_changes_nothing():
+    engine = Engine(is_async=True)
+    engine.add("a", 0, PERIOD * 2)
+    engine.add("b", 3, PERIOD * 2)
+    for _ in range(3):
+        assert engine.step({"a": [], "b": []}, model=[[1], [2]]) == ([[], []], [0, 0])
+        assert engine.mirrored("a") == engine.mirrored("b") == PERIOD * 2
+        assert engine.matched_requests == set()
+    engine.step({"a": PERIOD[:4], "b": []})
+    assert engine.step({"a": PERIOD[4:5], "b": []})[0] == [[*PERIOD[5:], *PERIOD[:2]], []]
+    assert engine.mirrored("b") == PERIOD * 2
+
+
+def test_a_finished_request_is_dropped():
+    engine = Engine(is_async=True)
+    engine.add("a", 0, PERIOD)
+    engine.add("b", 1, PERIOD)
+    for token in PERIOD[:2]:
+        engine.step({"a": [token], "b": [token]})
+    assert engine.matched_requests == {"a", "b"}
+    engine.remove("a")
+    engine.step({"b": PERIOD[2:4]}, width=0)
+    assert engine.matched_requests == {"b"}

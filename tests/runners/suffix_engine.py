@@ -1,0 +1,141 @@
+"""Stand-ins for what `runners.v2_suffix` has of vLLM, on the CPU."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.proposers import SuffixMatcher
+from vllm_specplus.runners.v2_suffix import SuffixFiller
+
+MAX_LEN = 96
+SENTINEL = -99
+
+
+class Event:
+    """In the place of `torch.cuda.Event`; notes in `waited` which of them, by the order of creation, was waited for."""
+
+    made = 0
+    waited: list[int] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.number = Event.made
+        Event.made += 1
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        Event.waited.append(self.number)
+
+    @classmethod
+    def install(cls, monkeypatch) -> None:
+        monkeypatch.setattr(torch.cuda, "Event", cls)
+        monkeypatch.setattr(cls, "made", 0)
+        monkeypatch.setattr(cls, "waited", [])
+
+
+class Engine:
+    """Requests in the places of a Model Runner V2 of `max_num_reqs`, and the filler that drafts for them.
+
+    Memory that is no request's holds tokens that would match.
+    """
+
+    def __init__(self, *, width: int = 4, is_async: bool = False, max_num_reqs: int = 4, **options):
+        self.options = SpecPlusOptions(method="suffix", num_speculative_tokens=width, **options)
+        self.width = width
+        config = SimpleNamespace(
+            speculative_config=SimpleNamespace(specplus=self.options, num_speculative_tokens=width),
+            scheduler_config=SimpleNamespace(max_num_seqs=max_num_reqs),
+            model_config=SimpleNamespace(max_model_len=MAX_LEN),
+        )
+        self.token_ids = torch.ones(max_num_reqs, MAX_LEN, dtype=torch.int32)
+        self.total_len = torch.full((max_num_reqs,), MAX_LEN, dtype=torch.int32)
+        self.states = SimpleNamespace(
+            all_token_ids=SimpleNamespace(gpu=self.token_ids),
+            total_len=SimpleNamespace(gpu=self.total_len),
+            req_id_to_index={},
+            mirror=None,
+        )
+        self.filler = SuffixFiller(config, torch.device("cpu"), self.states, is_async=is_async)
+        self.prompt_len: dict[str, int] = {}
+
+    @property
+    def mirror(self):
+        return self.states.mirror
+
+    @property
+    def matched_requests(self) -> set[str]:
+        """Requests that have a tree of their own."""
+        return set(self.filler._matcher._cache.active_requests)
+
+    def matcher(self) -> SuffixMatcher:
+        """A new matcher with the filler's options."""
+        options = self.options
+        return SuffixMatcher(
+            max_tree_depth=options.suffix_decoding_max_tree_depth,
+            max_cached_requests=options.suffix_decoding_max_cached_requests,
+            max_spec_factor=options.suffix_decoding_max_spec_factor,
+            min_token_prob=options.suffix_decoding_min_token_prob,
+        )
+
+    def add(self, req_id: str, index: int, prompt: list[int], output: list[int] | None = None) -> None:
+        """A request begins in place `index`, or goes on there with the output that it had."""
+        known = [*prompt, *(output or [])]
+        assert index not in self.states.req_id_to_index.values()
+        self.states.req_id_to_index[req_id] = index
+        self.prompt_len[req_id] = len(prompt)
+        self.token_ids[index, : len(known)] = torch.tensor(known, dtype=torch.int32)
+        self.total_len[index] = len(known)
+        self.mirror.add(index, len(prompt), known)
+
+    def remove(self, req_id: str) -> None:
+        del self.states.req_id_to_index[req_id]
+
+    def text(self, req_id: str) -> list[int]:
+        """What the device has of a request."""
+        index = self.states.req_id_to_index[req_id]
+        return self.token_ids[index, : self.total_len[index]].tolist()
+
+    def mirrored(self, req_id: str) -> list[int]:
+        """What the host has of a request."""
+        index = self.states.req_id_to_index[req_id]
+        return self.mirror.token_ids[index, : self.mirror.num_tokens[index]].tolist()
+
+    def step(
+        self, sampled: dict[str, list[int]], model: list[list[int]] | None = None, width: int | None = None
+    ) -> tuple[list[list[int]], list[int]]:
+        """A step in which the requests of `sampled` get these tokens: drafts, and how many of them are the model's.
+
+        A request that gets none is being prefilled. `model` holds the model's drafts; `width` is the window.
+        """
+        width = self.width if width is None else width
+        indices = [self.states.req_id_to_index[req_id] for req_id in sampled]
+        for index, new in zip(indices, sampled.values(), strict=True):
+            end = int(self.total_len[index])
+            self.token_ids[index, end : end + len(new)] = torch.tensor(new, dtype=torch.int32)
+            self.total_len[index] = end + len(new)
+        batch = SimpleNamespace(
+            req_ids=list(sampled),
+            idx_mapping=torch.tensor(indices, dtype=torch.int32),
+            idx_mapping_np=np.array(indices, np.intp),
+        )
+        num_steps = 0 if model is None else len(model[0])
+        window = torch.full((len(sampled), self.width + 1), SENTINEL)
+        if model is not None:
+            window[:, :num_steps] = torch.tensor(model)
+        limits = torch.tensor([width * bool(new) for new in sampled.values()], dtype=torch.int32)
+        num_drafts, num_model = self.filler.fill(batch, window[:, :width], num_steps, limits)
+        assert torch.all(window[:, max(width, num_steps) :] == SENTINEL)
+        assert num_drafts.dtype == num_model.dtype == torch.int32
+        if width == 0:
+            assert not num_drafts.any()
+            assert not num_model.any()
+            return [[] for _ in sampled], num_model.tolist()
+        lists = []
+        for row, count in zip(window[:, :width].tolist(), num_drafts.tolist(), strict=True):
+            assert count <= width
+            assert row[count:] == [-1] * (width - count)
+            lists.append(row[:count])
+        return lists, num_model.tolist()
