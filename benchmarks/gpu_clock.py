@@ -30,13 +30,18 @@ class Clock:
         copies = self._measure(lambda: target.copy_(source))
         self.copy_gb_per_s = 2 * size / float(np.median(copies)) / 1e3  # bytes read and bytes written
 
-    def __call__(self, run: Callable[[], Any]) -> list[float]:
-        """Microseconds of each call.
+    def __call__(self, run: Callable[[], Any], check: Callable[[Any], Any]) -> list[float]:
+        """Microseconds of each call; `check` is shown what a graph's replay has written, before it is timed.
 
         Raises:
             RuntimeError: it cannot be captured in a graph.
         """
-        return self._measure(_capture(run) if self.graph else run)
+        if not self.graph:
+            return self._measure(run)
+        replay, output = _capture(run)
+        replay()
+        check(output)
+        return self._measure(replay)
 
     def _measure(self, run: Callable[[], Any]) -> list[float]:
         if not self.on_gpu:
@@ -60,10 +65,11 @@ class Clock:
         return start.elapsed_time(end) * 1e3
 
 
-def _capture(run: Callable[[], Any]) -> Callable[[], None]:
+def _capture(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """The replay of a graph of the call, and where it leaves the call's output."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+        output = run()
+    return graph.replay, output

@@ -1,6 +1,6 @@
 """Engine steps that suffix drafting takes when it sees each step's tokens at once, and when one step late.
 
-    python benchmarks/suffix_async.py [--quick] [--drafts 4,8,16] [--depth N] [--json FILE]
+    python benchmarks/suffix_async.py [--quick] [--drafts 4,8,16] [--depth N] [--factor X] [--json FILE]
 
 With synchronous scheduling the suffix trees know a step's tokens before it drafts. With asynchronous scheduling they
 know those of the step before: what they predict from these counts as far as it agrees with what came since
@@ -127,11 +127,11 @@ def continued(new: list[int], predicted: list[int], model: list[int], limit: int
 class Drafter:
     """Drafts for one request at a time, as `runners.v2_suffix` does; counts the host's time."""
 
-    def __init__(self, mode: str, num_drafts: int, model_steps: int, depth: int):
+    def __init__(self, mode: str, num_drafts: int, model_steps: int, depth: int, factor: float):
         self.mode = mode
         self.num_drafts = num_drafts
         self.model_steps = model_steps
-        self.matcher = SuffixMatcher(max_tree_depth=depth)
+        self.matcher = SuffixMatcher(max_tree_depth=depth, max_spec_factor=factor)
         self.seconds = 0.0
         self._seen = 0
 
@@ -180,7 +180,9 @@ def replay(drafter: Drafter, texts: Sequence[Text]) -> Replay:
     before = drafter.seconds
     for text in texts:
         drafter.start(text)
-        truth, output, drafts = text.token_ids.tolist(), [], list[int]()
+        truth = text.token_ids.tolist()
+        output: list[int] = []
+        drafts: list[int] = []
         while text.num_prompt + len(output) < len(truth):
             at, right = text.num_prompt + len(output), 0
             # What a greedy model would say after each draft that it has agreed with.
@@ -202,7 +204,7 @@ def replay(drafter: Drafter, texts: Sequence[Text]) -> Replay:
 
 
 def run_setting(
-    passes: dict[str, list[Text]], num_drafts: int, model_steps: int, depth: int, repeats: int
+    passes: dict[str, list[Text]], num_drafts: int, model_steps: int, depth: int, factor: float, repeats: int
 ) -> list[Result]:
     """All modes of one setting, pass by pass; each repeat begins with empty trees.
 
@@ -213,7 +215,7 @@ def run_setting(
     for mode in MODES:
         replays: dict[str, list[Replay]] = {name: [] for name in passes}
         for _ in range(repeats):
-            drafter = Drafter(mode, num_drafts, model_steps, depth)
+            drafter = Drafter(mode, num_drafts, model_steps, depth, factor)
             for name, texts in passes.items():
                 replays[name].append(replay(drafter, texts))
         for name, rows in replays.items():
@@ -264,6 +266,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--drafts", type=sizes, help="windows; default 4,8,16")
     parser.add_argument("--depth", type=int, default=24, help="suffix_decoding_max_tree_depth; default 24")
+    parser.add_argument("--factor", type=float, default=1.0, help="suffix_decoding_max_spec_factor; default 1")
     parser.add_argument("--files", type=int, help="texts of a pass; default 20")
     parser.add_argument("--size", type=int, help="bytes of a text; default 4096")
     parser.add_argument("--repeats", type=int, help="default 5")
@@ -285,16 +288,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for model_steps in (0, 1):
             for num_drafts in args.drafts:
-                results += run_setting(passes, num_drafts, model_steps, args.depth, args.repeats)
+                results += run_setting(passes, num_drafts, model_steps, args.depth, args.factor, args.repeats)
     except AssertionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     show(console, results)
     about: dict[str, Any] = environment("numpy", "arctic-inference")
-    console.print(f"tree depth {args.depth}; {args.files} files; {about['cpu']}, load {about['load_average']:.1f}")
+    shown = f"tree depth {args.depth}, spec factor {args.factor:g}; {args.files} files"
+    console.print(f"{shown}; {about['cpu']}, load {about['load_average']:.1f}")
     if args.json:
-        report = {"environment": about, "depth": args.depth, "files": args.files, "size": args.size}
-        write_json(args.json, report | {"repeats": args.repeats, "results": [asdict(result) for result in results]})
+        report = {"environment": about, "depth": args.depth, "factor": args.factor}
+        report |= {"files": args.files, "size": args.size, "repeats": args.repeats}
+        write_json(args.json, report | {"results": [asdict(result) for result in results]})
     return 0
 
 

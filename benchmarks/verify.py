@@ -135,7 +135,7 @@ def measure(cell: Cell, method: str, make: Callable[[Case], Any], clock: Clock) 
             rounded += path.check(path.run())
         if clock.graph and method == "torch":
             raise UnavailableError("the torch backend waits for the device, which no graph can hold")
-        times = clock(path.run)
+        times = clock(path.run, path.check)
     except UnavailableError as error:
         return Result(cell, method, floor, note=str(error))
     except WrongOutputError as error:

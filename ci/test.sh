@@ -1,8 +1,19 @@
 #!/usr/bin/env bash
-# Installs, lints and runs every test. Arguments go to pytest; with paths among them, only those are run.
+# Installs, lints and runs every test, on vLLM 0.32 and the end-to-end cases that matter on 0.33 as well. `--vllm 0.33`
+# runs the end-to-end tests on that version instead. Other arguments go to pytest; with paths among them, only those are
+# run.
 cd "$(dirname "$0")/.."
 source ci/setup.sh
 export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1
+export SPECPLUS_OTHER_VLLM="$PWD/.venv/vllm-0.33"
+
+version=0.32
+if [[ ${1:-} == --vllm ]]; then
+  version=${2:?--vllm needs a version: 0.32 or 0.33}
+  shift 2
+  [[ $version == 0.3[23] ]] || fail "--vllm $version is not allowed: 0.32 or 0.33"
+fi
+step "puts vLLM 0.33 over the CPU build of 0.32" python ci/vllm_overlay.py 0.33.0 "$SPECPLUS_OTHER_VLLM"
 
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
@@ -10,41 +21,68 @@ code=0
 
 bash ci/lint.sh || code=1
 
-run_tests() {
-  local result=0
-  pytest --junitxml "$reports/$1.xml" "${@:2}" || result=$?
-  # 5: the arguments selected nothing, as `-k` may do to one of two runs.
-  ((result == 0 || result == 5)) || code=1
+# Runs pytest in a process of its own: run NAME RUNNER VLLM ARGUMENTS. RUNNER is the model runner or what else the tests
+# need: v1; v2, whose kernels run under Triton's interpreter with a stand-in backend; triton, the interpreter alone; none.
+# The interpreter has to be chosen before Triton is imported, and vLLM's CPU worker cannot start where numba has been.
+run() {
+  local name=$1 runner=$2 vllm=$3 path=() result=0
+  shift 3
+  [[ $vllm == 0.33 ]] && path+=("$SPECPLUS_OTHER_VLLM")
+  case $runner in
+    v1) export VLLM_USE_V2_MODEL_RUNNER=0 ;;
+    v2) export VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 && path+=("$PWD/tests/triton_cpu") ;;
+    triton) export TRITON_INTERPRET=1 ;;
+  esac
+  PYTHONPATH=$(IFS=: && echo "${path[*]}") pytest --junitxml "$reports/$name.xml" "$@" || result=$?
+  # 5: the arguments selected nothing, as `-k` may do to one of several runs.
+  ((result == 0 || result == 5))
 }
 
-# Three processes: vLLM's CPU worker cannot start in one where a test has imported numba, and the kernels run under
-# Triton's interpreter, which has to be chosen before Triton is imported.
-options=() kernels=() others=()
+# Two at a time, for a machine of two cores; each shows its output when it has ended.
+start() {
+  while (($(jobs -rp | wc -l) >= 2)); do wait -n || code=1; done
+  echo "ci/test.sh: starts $1"
+  (
+    run "$@" >"$reports/$1.log" 2>&1
+    result=$?
+    echo "===== $1"
+    cat "$reports/$1.log"
+    exit "$result"
+  ) &
+}
+
+options=() kernels=() v2=() others=()
 for argument in "$@"; do
   case "$argument" in
     tests/kernels*) kernels+=("$argument") ;;
+    tests/e2e_v2*) v2+=("$argument") ;;
     *) if [[ -e ${argument%%::*} ]]; then others+=("$argument"); else options+=("$argument"); fi ;;
   esac
 done
-if ((${#kernels[@]} + ${#others[@]} == 0)); then
-  run_tests unit tests --ignore tests/e2e --ignore tests/kernels "${options[@]}"
-  run_tests e2e tests/e2e "${options[@]}"
-  kernels=(tests/kernels)
-elif ((${#others[@]})); then
-  run_tests chosen "${others[@]}" "${options[@]}"
+if ((${#kernels[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
+  start v2 v2 "$version" tests/e2e_v2 "${options[@]}"
+  start e2e v1 "$version" tests/e2e "${options[@]}"
+  if [[ $version == 0.32 ]]; then
+    start unit none 0.32 tests --ignore tests/e2e --ignore tests/e2e_v2 --ignore tests/kernels "${options[@]}"
+    start kernels triton 0.32 tests/kernels "${options[@]}"
+    start v1-on-0.33 v1 0.33 tests/e2e -m every_version "${options[@]}"
+    start v2-on-0.33 v2 0.33 tests/e2e_v2 -m every_version "${options[@]}"
+  fi
+else
+  ((${#others[@]} == 0)) || start chosen v1 "$version" "${others[@]}" "${options[@]}"
+  ((${#kernels[@]} == 0)) || start kernels triton 0.32 "${kernels[@]}" "${options[@]}"
+  ((${#v2[@]} == 0)) || start v2 v2 "$version" "${v2[@]}" "${options[@]}"
 fi
-if ((${#kernels[@]})); then
-  TRITON_INTERPRET=1 run_tests kernels "${kernels[@]}" "${options[@]}"
-fi
+while (($(jobs -p | wc -l) > 0)); do wait -n || code=1; done
 
 ((code == 0)) || echo "ci/test.sh: lint or tests failed, see above"
-# Both summaries in one, as pytest writes it; a run without a single test has shown nothing.
+# All summaries in one, as pytest writes it; a run without a single test has shown nothing.
 python - "$reports" <<'END' || code=1
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-suites = [s for report in Path(sys.argv[1]).iterdir() for s in ElementTree.parse(report).iter("testsuite")]
+suites = [s for report in Path(sys.argv[1]).glob("*.xml") for s in ElementTree.parse(report).iter("testsuite")]
 count = {key: sum(int(suite.get(key)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")}
 passed = count.pop("tests") - sum(count.values())
 seconds = sum(float(suite.get("time")) for suite in suites)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vllm.config.speculative import SpeculativeConfig
@@ -10,15 +11,25 @@ from vllm.engine.arg_utils import EngineArgs
 
 import vllm_specplus
 from vllm_specplus import compat, engine
+from vllm_specplus.config import SpecPlusConfigError
 from vllm_specplus.testing.tiny_model import make_random
+from vllm_specplus.worker import SpecPlusWorker
 
 HYBRID = {"method": "mtp", "num_speculative_tokens": 3, "mtp_strategy": "with_ngram"}
 STOCK = {"method": "mtp", "num_speculative_tokens": 3}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": -1}
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def on_v2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM builds the config of a machine where Triton runs, and so chooses Model Runner V2 by itself."""
+    for module in ("vllm.triton_utils", "vllm.config.vllm"):
+        monkeypatch.setattr(f"{module}.HAS_TRITON", True)
 
 
 def create(model: Path, config: dict[str, object]) -> object:
@@ -78,16 +89,74 @@ def test_a_lost_seam_stops_plugin_configs_only(tiny: Path, monkeypatch: pytest.M
     assert type(create(tiny, dict(STOCK))) is SpeculativeConfig
 
 
-def test_model_runner_v2_is_refused_before_it_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(compat.SpecPlusCompatError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
-        create(tiny, dict(HYBRID))
-    # Where Triton runs, vLLM chooses it by itself, except for what V2 lacks.
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
-    with pytest.raises(compat.SpecPlusCompatError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
-        create(tiny, dict(HYBRID))
-    assert create(tiny, {"method": "naive"}).method == "custom_class"
+@pytest.mark.parametrize(
+    ("config", "shown_to_v1", "shown_to_v2"),
+    [
+        (HYBRID, "mtp", "mtp"),
+        ({"method": "naive"}, "custom_class", "ngram_gpu"),
+        ({"method": "ngram", "num_speculative_tokens": 3, "max_ngram_size": 4}, "custom_class", "ngram_gpu"),
+        (SUFFIX, "custom_class", "ngram_gpu"),
+    ],
+    ids=["hybrid", "naive", "ngram", "suffix"],
+)
+def test_what_each_model_runner_is_shown(
+    config: dict[str, object],
+    shown_to_v1: str,
+    shown_to_v2: str,
+    tiny: Path,
+    on_v2: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(shown: str) -> None:
+        made = create(tiny, dict(config))
+        assert made.method == shown
+        # Logs show the real one.
+        assert f"method={config['method']!r}" in repr(made)
+        assert "ngram_gpu" not in repr(made)
+
+    check(shown_to_v2)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    check(shown_to_v1)
+
+
+@pytest.mark.parametrize(("config", "stays_on"), [(HYBRID, True), ({"method": "naive"}, True), (SUFFIX, False)])
+def test_asynchronous_scheduling_on_v2(config: dict[str, object], stays_on: bool, tiny: Path, on_v2: None) -> None:
+    for asked in (None, True, False):
+        args = EngineArgs(
+            model=str(tiny),
+            speculative_config=dict(config),
+            async_scheduling=asked,
+            max_model_len=256,
+            enforce_eager=True,
+        )
+        args.create_engine_config()
+        assert args.async_scheduling is (False if asked is None and not stays_on else asked)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        (HYBRID | {"enable_adaptive_verification": True}, {}, "enable_adaptive_verification=True is not allowed"),
+        (HYBRID | {"verify_strategy": "topp"}, {"use_fp64_gumbel": True}, "not allowed with use_fp64_gumbel=True"),
+        (HYBRID | {"verify_strategy": "topp"}, {"watermark_config": {}}, "not allowed with a watermark"),
+    ],
+)
+def test_what_v2_cannot_combine(
+    config: dict[str, object], changes: dict[str, object], words: str, tiny: Path, on_v2: None
+) -> None:
+    args = EngineArgs(model=str(tiny), speculative_config=config, max_model_len=256, enforce_eager=True, **changes)
+    with pytest.raises(SpecPlusConfigError, match=words):
+        args.create_engine_config()
+
+
+def test_the_worker_sees_to_it_that_the_runner_was_foreseen(tiny: Path, on_v2: None) -> None:
+    worker = SpecPlusWorker.__new__(SpecPlusWorker)
+    worker.vllm_config = SimpleNamespace(speculative_config=create(tiny, {"method": "naive"}))
+    worker.use_v2_model_runner = True
+    worker._check_runner()
+    worker.use_v2_model_runner = False
+    with pytest.raises(compat.SpecPlusCompatError, match=r"vLLM chose Model Runner V1.*set VLLM_USE_V2_MODEL_RUNNER=0"):
+        worker._check_runner()
 
 
 def test_a_stock_config_reaches_vllm_untouched(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

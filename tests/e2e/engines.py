@@ -2,12 +2,13 @@
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -62,6 +63,11 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     },
     "naive": {"method": "naive"},
 }
+
+
+def marked(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
+    """Names to parametrize a test by, the chosen among them to be run on every supported vLLM."""
+    return [pytest.param(name, marks=pytest.mark.every_version if name in chosen else ()) for name in names]
 
 
 @dataclass(frozen=True)

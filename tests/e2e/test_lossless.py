@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import PROMPTS, PROPOSERS, engine, speculative
+from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative
 
 # An engine's arguments, by what they bring about.
 ENGINES: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ def plain_text(tiny: Path, trained: Path) -> dict[Path, list[list[int]]]:
 
 
 @pytest.mark.parametrize("engine_kind", ENGINES)
-@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("proposer", marked(PROPOSERS, ["mtp_ngram", "suffix"]))
 def test_greedy_text(
     proposer: str, engine_kind: str, tiny: Path, trained: Path, draft: Path, plain_text: dict[Path, list[list[int]]]
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import PROMPTS, engine, speculative
+from tests.e2e.engines import PROMPTS, engine, marked, speculative
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 11}
 
@@ -29,7 +29,8 @@ def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "proposer", ["mtp", "mtp_ngram_override", "mtp_suffix", "draft_model_ngram", "ngram", "suffix"]
+    "proposer",
+    marked(["mtp", "mtp_ngram_override", "mtp_suffix", "draft_model_ngram", "ngram", "suffix"], ["mtp_ngram_override"]),
 )
 def test_target_match_text_is_that_without_drafts(proposer: str, trained: Path, draft: Path) -> None:
     """The noise hangs on seed and position alone, so drafts only change how fast the text comes."""

@@ -19,19 +19,27 @@ def tokens(e: Engine, prompts: list[list[int]] = FEW, **sampling: Any) -> list[l
     return e.tokens(prompts, **{"max_tokens": MAX_TOKENS} | sampling)
 
 
-def elsewhere(runner: int, model: Path, config: dict[str, Any] | None, **args: Any) -> dict[str, Any]:
+def elsewhere(
+    runner: int,
+    model: Path,
+    config: dict[str, Any] | None,
+    prompts: list[list[int]] = FEW,
+    sampling: dict[str, Any] | None = None,
+    **args: Any,
+) -> dict[str, Any]:
     """What an engine in another process does: ``{"tokens": ..., "drafted": ..., "accepted": ...}``.
 
     Args:
         runner: 1 or 2, the model runner.
         model, config, args: of the engine. ``async_scheduling=True`` holds, though vLLM has it off on a CPU.
+        prompts, sampling: of the requests.
     """
     env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
     if runner == 1:
         del env["TRITON_INTERPRET"]
         folders = [f for f in env["PYTHONPATH"].split(os.pathsep) if not f.endswith("triton_cpu")]
         env["PYTHONPATH"] = os.pathsep.join(folders)
-    asked = json.dumps([str(model), config, args])
+    asked = json.dumps([str(model), config, prompts, sampling or {}, args])
     command = [sys.executable, "-m", "tests.e2e_v2.engines", asked]
     done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -55,12 +63,12 @@ def _keep_async_scheduling() -> None:
 def main() -> None:
     import tests.conftest  # noqa: F401
 
-    model, config, args = json.loads(sys.argv[1])
+    model, config, prompts, sampling, args = json.loads(sys.argv[1])
     if args.get("async_scheduling"):
         _keep_async_scheduling()
     with engine(Path(model), config, **args) as e:
         scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler
-        result: dict[str, Any] = {"tokens": tokens(e), "scheduler": type(scheduler).__name__}
+        result: dict[str, Any] = {"tokens": tokens(e, prompts, **sampling), "scheduler": type(scheduler).__name__}
         if config is not None:
             counts = e.counts()
             result |= {"drafted": counts.drafted, "accepted": counts.accepted}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import PROMPTS, PROPOSERS, engine, speculative
+from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative
 from tests.e2e_v2.engines import FEW, elsewhere, tokens
 
 # Longer than a chunk of the prefill, and than the blocks that a prefix cache drops for MTP's sake.
@@ -34,7 +34,7 @@ def plain_text(tiny: Path, trained: Path) -> dict[tuple[Path, str], list[list[in
     return texts
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("proposer", marked(PROPOSERS, ["mtp_ngram", "suffix"]))
 def test_greedy_text(proposer: str, tiny: Path, trained: Path, draft: Path, plain_text: Any) -> None:
     model = target(proposer, tiny, trained)
     with engine(model, speculative(proposer, draft)) as e:
@@ -106,6 +106,9 @@ def test_the_model_makes_its_steps_and_no_more(steps: int, trained: Path, draft:
         propose = speculator.propose
         speculator.propose = lambda *args, **kwargs: proposals.append(1) or propose(*args, **kwargs)
         tokens(e, FEW[:2], max_tokens=8)
+        # The first draft's graph is that of the target's batch, of all slots; those of later ones are of its own.
+        assert speculator.prefill_cudagraph_manager.decode_query_len == 6
+        assert speculator.decode_cudagraph_manager.vllm_config.num_speculative_tokens == steps
     assert len(passes) == steps * len(proposals) > 0
 
 
@@ -121,13 +124,12 @@ def test_up_to_the_models_length(proposer: str, tiny: Path, draft: Path) -> None
 
 @pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix"])
 def test_preempted_and_resumed(proposer: str, trained: Path, draft: Path) -> None:
-    prompts = [[*PROMPTS[k % 4][:60], 65 + k] for k in range(4)]
+    prompts = [[*PROMPTS[k % 4][:60], 65 + k] for k in range(5)]
     sampling = {"max_tokens": 60}
-    with engine(trained) as e:
+    with engine(trained, max_model_len=128) as e:
         expected = e.tokens(prompts, **sampling)
-    with engine(
-        trained, speculative(proposer, draft), num_gpu_blocks_override=9, block_size=32, max_model_len=128
-    ) as e:
+    config = speculative(proposer, draft)
+    with engine(trained, config, max_model_len=128, num_gpu_blocks_override=10, block_size=32) as e:
         assert e.tokens(prompts, **sampling) == expected
         preempted = {m.name: m for m in e.llm.get_metrics()}["vllm:num_preemptions"].value
     assert preempted > 0

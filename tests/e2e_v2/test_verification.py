@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.e2e.engines import PROPOSERS, Engine, engine, speculative
-from tests.e2e.test_sampling import RULES, SAMPLED, STRATEGIES, STRUCTURED
+from tests.e2e.engines import PROPOSERS, Engine, engine, marked, speculative
+from tests.e2e.test_sampling import RULES as V1_RULES
+from tests.e2e.test_sampling import SAMPLED, STRATEGIES, STRUCTURED
 from tests.e2e_v2.engines import FEW, tokens
 
 TWO = FEW[:2]
+# V2 takes at most 128 stop tokens of a request, and adds some of its own.
+RULES = V1_RULES | {"min_tokens": V1_RULES["min_tokens"] | {"min_tokens": 12, "stop_token_ids": list(range(100))}}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,7 @@ def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
     assert values[1] == pytest.approx(values[0], rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("proposer", [name for name in PROPOSERS if name not in ("naive", "mtp_ngram")])
+@pytest.mark.parametrize("proposer", marked(sorted(PROPOSERS.keys() - {"naive", "mtp_ngram"}), ["mtp_ngram_override"]))
 def test_seeded_text_of_target_match(proposer: str, tiny: Path, trained: Path, draft: Path, plain: Any) -> None:
     """Token for token that without speculation: the noise hangs on seed and position alone."""
     with engine(trained, speculative(proposer, draft, verify_strategy="target_match")) as e:

@@ -59,6 +59,7 @@ def fill(texts, model=None, *, window=4, max_len=MAX_LEN, pad=0, max_drafts=None
     assert torch.all(drafts[:, window:] == SENTINEL)
     lists = []
     for row, count in zip(drafts[:, :window].tolist(), counts[0].tolist(), strict=True):
+        assert count <= window
         assert row[count:] == [-1] * (window - count)
         lists.append(row[:count])
     return lists, counts[1].tolist()

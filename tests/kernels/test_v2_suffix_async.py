@@ -64,6 +64,11 @@ class Reference:
     def step(self, sampled, model):
         engine = self.engine
         alive = engine.states.req_id_to_index
+        for req_id, text in self.on_the_way.items():
+            if req_id not in alive:  # its end is part of its response
+                history = make_history({req_id: text}, MAX_LEN)
+                history.num_prompt_tokens[:] = engine.prompt_len[req_id]
+                self.matcher.match(history, None, np.zeros(1, np.int32))
         self.seen |= {req_id: text for req_id, text in self.on_the_way.items() if req_id in alive}
         self.on_the_way = {req_id: engine.text(req_id) for req_id in sampled}
         self.matcher.retain(alive)
@@ -207,3 +212,15 @@ def test_a_finished_request_is_dropped():
     engine.remove("a")
     engine.step({"b": PERIOD[2:4]}, width=0)
     assert engine.matched_requests == {"b"}
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["same place", "another place"])
+def test_the_last_tokens_of_a_request_reach_the_next(place: int):
+    """They arrive when the request has ended, and perhaps another one has its place."""
+    answer = list(range(20, 44))
+    engine = Engine(is_async=True)
+    for name, index in (("a", 0), ("b", place)):
+        engine.add(name, index, [1, 2, 3])
+        drafts = [engine.step({name: answer[at : at + 4]})[0][0] for at in range(0, len(answer), 4)]
+        engine.remove(name)
+    assert drafts[4] == answer[20:]

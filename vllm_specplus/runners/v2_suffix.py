@@ -44,13 +44,26 @@ class HostTokens:
         self.num_prompt_tokens = np.zeros(max_num_reqs, np.int64)
         # Tells a request from the next one that has the same place.
         self.generation = np.zeros(max_num_reqs, np.int64)
+        self._before: dict[int, tuple[int, np.ndarray, int]] = {}
 
     def add(self, index: int, prompt_len: int, token_ids: list[int]) -> None:
         """A request begins, or goes on after it was preempted."""
+        if self.generation[index]:
+            self._before[index] = (int(self.generation[index]), *self._of(index))
         self.token_ids[index, : len(token_ids)] = token_ids
         self.num_tokens[index] = len(token_ids)
         self.num_prompt_tokens[index] = prompt_len
         self.generation[index] += 1
+
+    def find(self, index: int, generation: int) -> tuple[np.ndarray, int] | None:
+        """[n] int32 tokens of the request that has the place, or had it before, and how many are its prompt's."""
+        if self.generation[index] == generation:
+            return self._of(index)
+        before, token_ids, prompt_len = self._before.get(index, (-1, np.empty(0, np.int32), 0))
+        return (token_ids, prompt_len) if before == generation else None
+
+    def _of(self, index: int) -> tuple[np.ndarray, int]:
+        return self.token_ids[index, : self.num_tokens[index]].copy(), int(self.num_prompt_tokens[index])
 
     def extend(self, index: int, num_tokens: int, latest: np.ndarray) -> None:
         """The latest tokens of a request, and how many it has with them."""
@@ -62,6 +75,7 @@ class HostTokens:
 class _Arrival:
     """One step's tokens on their way to the host."""
 
+    req_ids: list[str]  # B
     indices: np.ndarray  # [B] request states
     generation: np.ndarray  # [B]
     rows: torch.Tensor  # [B, 3 + K + num_steps] int32: length, limit, latest tokens (newest first), model's drafts
@@ -132,11 +146,14 @@ class SuffixFiller:
         done = torch.cuda.Event()
         done.record()
         indices = input_batch.idx_mapping_np
-        return _Arrival(indices, self._mirror.generation[indices], rows, done)
+        return _Arrival(input_batch.req_ids, indices, self._mirror.generation[indices], rows, done)
 
     def _take_in(self, arrival: _Arrival) -> np.ndarray:
         """Wait for a step's tokens and write them into the mirror; returns what has arrived."""
         rows = arrival.wait()
+        for i, req_id in enumerate(arrival.req_ids):
+            if req_id not in self._req_states.req_id_to_index:
+                self._feed_last(req_id, arrival.indices[i], arrival.generation[i], rows[i])
         mirror = self._mirror
         num_new = rows[:, 0] - mirror.num_tokens[arrival.indices]
         is_same = mirror.generation[arrival.indices] == arrival.generation
@@ -144,6 +161,16 @@ class SuffixFiller:
             latest = rows[i, 2 : 2 + num_new[i]][::-1]
             mirror.extend(arrival.indices[i], int(rows[i, 0]), latest)
         return rows
+
+    def _feed_last(self, req_id: str, index: int, generation: int, row: np.ndarray) -> None:
+        """Give the matcher the last tokens of a request that has ended, which are part of its response."""
+        found = self._mirror.find(index, generation)
+        if found is None:
+            return
+        token_ids, prompt_len = found
+        text = np.concatenate((token_ids, row[2 : 2 + row[0] - len(token_ids)][::-1]))
+        history = History([req_id], text[None], np.array([len(text)]), np.array([prompt_len]))
+        self._matcher.match(history, None, np.zeros(1, np.int32))
 
     def _history(self, input_batch: Any) -> _SlotHistory:
         indices, mirror = input_batch.idx_mapping_np, self._mirror
