@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.eagle_heads import make_eagle_head
 from vllm_specplus.testing.tiny_model import make_draft_model, make_random, make_trained
 
 
@@ -15,8 +16,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random draft model of the same vocabulary."""
-    return make_draft_model(tmp_path_factory.mktemp("draft"))
+    """A random draft model of the same vocabulary, and in folders of it EAGLE heads of the random model."""
+    folder = make_draft_model(tmp_path_factory.mktemp("draft"))
+    for method in ("eagle", "eagle3"):
+        make_eagle_head(folder / method, method)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ _TEXTS = (
 # The tiny models' tokens are bytes.
 PROMPTS = [list(text.encode()) for text in _TEXTS]
 
-# Every way of drafting that runs on V1, by the name of its test. `draft` stands for the draft model's path.
+# Every way of drafting, by the name of its test. `draft` in a model's path stands for the folder of the draft model.
 PROPOSERS: dict[str, dict[str, Any]] = {
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
     "mtp_ngram": {
@@ -50,6 +50,13 @@ PROPOSERS: dict[str, dict[str, Any]] = {
         "num_model_steps": 2,
         "mtp_strategy": "with_ngram",
     },
+    "eagle_ngram": {
+        "method": "eagle",
+        "model": "draft/eagle",
+        "num_speculative_tokens": 4,
+        "num_model_steps": 2,
+        "mtp_strategy": "with_ngram",
+    },
     "ngram": {
         "method": "ngram",
         "num_speculative_tokens": 4,
@@ -68,6 +75,19 @@ PROPOSERS: dict[str, dict[str, Any]] = {
 def marked(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
     """Names to parametrize a test by, the chosen among them to be run on every supported vLLM."""
     return [pytest.param(name, marks=pytest.mark.every_version if name in chosen else ()) for name in names]
+
+
+# EAGLE 3 reads what layers within the target put out, which vLLM's MiMo does not give: its target is the draft model.
+EAGLE3 = {
+    "method": "eagle3",
+    "model": "draft/eagle3",
+    "num_speculative_tokens": 4,
+    "num_model_steps": 2,
+    "mtp_strategy": "with_ngram",
+    "min_ngram_size": 1,
+    # The head's drafts are random; a byte that came before is followed as it was there.
+    "match_override_len": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -110,9 +130,16 @@ class Engine:
 
 
 def speculative(name: str, draft: Path, **more: Any) -> dict[str, Any]:
-    """The config of `PROPOSERS` by that name, with more keys."""
-    config = PROPOSERS[name] | more
-    return config | {"model": str(draft)} if config.get("model") == "draft" else config
+    """The config of `PROPOSERS` by that name, or EAGLE's third form, with more keys."""
+    config = (EAGLE3 if name == "eagle3_ngram" else PROPOSERS[name]) | more
+    if "model" in config:
+        config["model"] = config["model"].replace("draft", str(draft), 1)
+    return config
+
+
+def target(proposer: str, tiny: Path, trained: Path) -> Path:
+    """The model to draft for: the trained one, unless a random draft model or head of `tiny`'s shape drafts."""
+    return tiny if "model" in PROPOSERS[proposer] else trained
 
 
 @contextmanager

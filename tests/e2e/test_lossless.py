@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative
+from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative, target
 
 # An engine's arguments, by what they bring about.
 ENGINES: dict[str, dict[str, Any]] = {
@@ -15,11 +15,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 # Some longer than a chunk of the prefill, and than the blocks that a prefix cache drops for MTP's sake.
 LONG = [*PROMPTS, PROMPTS[0] * 3, list(range(30, 250))]
-
-
-def target(proposer: str, tiny: Path, trained: Path) -> Path:
-    """The model to draft for: the trained one, unless the random draft model, which shares `tiny`'s tables, drafts."""
-    return tiny if proposer.startswith("draft_model") else trained
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +61,15 @@ def test_greedy_text_under_lossy_strategies(
     model = target(proposer, tiny, trained)
     with engine(model, speculative(proposer, draft, verify_strategy=strategy)) as e:
         assert e.tokens(LONG) == plain_text[model]
+
+
+def test_eagle3(draft: Path) -> None:
+    with engine(draft) as e:
+        expected = e.tokens(LONG)
+    with engine(draft, speculative("eagle3_ngram", draft)) as e:
+        assert e.tokens(LONG) == expected
+        counts = e.counts()
+    assert 0 < counts.accepted < counts.drafted < counts.drafts * 4
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -4,16 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engines import PROMPTS, PROPOSERS, engine, speculative
+from tests.e2e.engines import PROMPTS, PROPOSERS, engine, speculative, target
 
 DRAFTING = [name for name in PROPOSERS if name != "naive"]
 STRATEGIES = [None, "topp", "greedy", "target_match", "rejection"]
 
 
 @pytest.mark.parametrize("proposer", DRAFTING)
-def test_accept_all(proposer: str, trained: Path, draft: Path) -> None:
+def test_accept_all(proposer: str, tiny: Path, trained: Path, draft: Path) -> None:
+    model = target(proposer, tiny, trained)
     config = speculative(proposer, draft, accept_policy="accept_all")
-    with engine(trained, config) as e:
+    with engine(model, config) as e:
         texts = e.tokens()
         counts = e.counts()
     assert counts.accepted == counts.drafted > 0
@@ -22,10 +23,11 @@ def test_accept_all(proposer: str, trained: Path, draft: Path) -> None:
 
 
 @pytest.mark.parametrize("proposer", DRAFTING)
-def test_reject_all(proposer: str, trained: Path, draft: Path) -> None:
-    with engine(trained) as e:
+def test_reject_all(proposer: str, tiny: Path, trained: Path, draft: Path) -> None:
+    model = target(proposer, tiny, trained)
+    with engine(model) as e:
         expected = e.tokens()
-    with engine(trained, speculative(proposer, draft, accept_policy="reject_all")) as e:
+    with engine(model, speculative(proposer, draft, accept_policy="reject_all")) as e:
         assert e.tokens() == expected
         counts = e.counts()
     assert counts.drafted > 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative
+from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative, target
 from tests.e2e_v2.engines import FEW, elsewhere, tokens
 
 # Longer than a chunk of the prefill, and than the blocks that a prefix cache drops for MTP's sake.
@@ -14,11 +14,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "prefix_caching": {"enable_prefix_caching": True, "block_size": 32},
     "chunked_prefill": {"max_num_batched_tokens": 64, "max_num_seqs": 4},
 }
-
-
-def target(proposer: str, tiny: Path, trained: Path) -> Path:
-    """The model to draft for: the trained one, unless the random draft model, which shares `tiny`'s tables, drafts."""
-    return tiny if proposer.startswith("draft_model") else trained
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +90,15 @@ def test_asynchronous_scheduling_accepts_no_filler(trained: Path, draft: Path) -
     result = elsewhere(2, trained, config, async_scheduling=True)
     assert result["accepted"] > 0
     assert 0 not in {token for text in result["tokens"] for token in text}
+
+
+def test_eagle3(draft: Path) -> None:
+    with engine(draft) as e:
+        expected = tokens(e)
+    with engine(draft, speculative("eagle3_ngram", draft)) as e:
+        assert tokens(e) == expected
+        counts = e.counts()
+    assert 0 < counts.accepted < counts.drafted < counts.drafts * 4
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -1,0 +1,59 @@
+"""EAGLE heads for the random tiny models, in the form of checkpoints that vLLM loads."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from vllm_specplus.testing.tiny_model import RANDOM_SHAPE
+
+WIDTH, MLP = RANDOM_SHAPE.width, 128
+HEADS = 2
+# What the head reads of a target of one layer: what goes into it and what comes out.
+AUX_LAYERS = [0, 1]
+
+
+def make_eagle_head(folder: Path, method: str, seed: int = 0) -> Path:
+    """Write a head of one random layer: for `eagle`, which passes on the newest token's embedding, or `eagle3`."""
+    g = torch.Generator().manual_seed(seed)
+    is_eagle3 = method == "eagle3"
+    layer = "midlayer" if is_eagle3 else "layers.0"
+
+    def linear(rows: int, columns: int, gain: float = 0.3) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=g) * gain * columns**-0.5
+
+    projected = 2 * WIDTH if is_eagle3 else WIDTH
+    weights = {f"{layer}.self_attn.{name}_proj.weight": linear(WIDTH, projected) for name in "qkv"}
+    weights |= {f"{layer}.self_attn.o_proj.weight": linear(WIDTH, WIDTH)}
+    weights |= {f"{layer}.mlp.{name}_proj.weight": linear(MLP, WIDTH) for name in ("gate", "up")}
+    weights |= {f"{layer}.mlp.down_proj.weight": linear(WIDTH, MLP)}
+    norms = [f"{layer}.post_attention_layernorm"]
+    if is_eagle3:
+        norms += ["norm", f"{layer}.input_layernorm", f"{layer}.hidden_norm"]
+        weights["fc.weight"] = linear(WIDTH, len(AUX_LAYERS) * WIDTH, gain=1.0)
+        weights["lm_head.weight"] = linear(RANDOM_SHAPE.vocab_size, WIDTH, gain=1.0)
+    else:
+        weights["fc.weight"] = torch.cat([torch.eye(WIDTH), linear(WIDTH, WIDTH)], dim=1)
+    weights |= {f"{name}.weight": torch.ones(WIDTH) for name in norms}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": MLP,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": WIDTH // HEADS,
+        "num_hidden_layers": 1,
+        "vocab_size": RANDOM_SHAPE.vocab_size,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_layer_ids": AUX_LAYERS,
+        "num_aux_hidden_states": len(AUX_LAYERS),
+    }
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
