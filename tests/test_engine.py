@@ -1,5 +1,7 @@
 """The one patch: what installing it costs, and what goes through it."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +149,20 @@ def test_what_v2_cannot_combine(
     args = EngineArgs(model=str(tiny), speculative_config=config, max_model_len=256, enforce_eager=True, **changes)
     with pytest.raises(SpecPlusConfigError, match=words):
         args.create_engine_config()
+
+
+def test_several_mtp_layers_on_v2(tiny: Path, tmp_path: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's speculator for them goes back over as many refused drafts as it makes, and a hybrid refuses more."""
+    model = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    wide = HYBRID | {"num_speculative_tokens": 4}
+    assert create(model, wide | {"num_model_steps": 1}).num_speculative_tokens == 4
+    assert create(model, wide | {"num_model_steps": 4, "match_override_len": 3}).num_speculative_tokens == 4
+    with pytest.raises(SpecPlusConfigError, match=r"num_model_steps=2 is not allowed on Model Runner V2.*must be 1 or"):
+        create(model, wide | {"num_model_steps": 2})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert create(model, wide | {"num_model_steps": 2}).num_speculative_tokens == 4
 
 
 def test_the_worker_sees_to_it_that_the_runner_was_foreseen(tiny: Path, on_v2: None) -> None:

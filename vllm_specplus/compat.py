@@ -76,6 +76,8 @@ CONFIG_SEAMS = (
         "read: which model runner vLLM chooses",
     ),
     Seam("vllm.config.model", "ModelConfig.use_fp64_gumbel", "read: noise that the plugin's verification lacks"),
+    Seam("vllm.config.model", "ModelConfig.head_dtype", "read: what the verification's kernels are compiled for"),
+    Seam("vllm.distributed.parallel_state", "get_pp_group", "called: which stage drafts"),
     Seam("vllm.engine.arg_utils", "EngineArgs.async_scheduling", "turned off for host-side drafting"),
     Seam("vllm.config.speculative", "SpeculativeConfig", "subclassed"),
     Seam("vllm.config.utils", "config", "makes the subclass a config of vLLM's"),
@@ -87,7 +89,8 @@ CONFIG_SEAMS = (
     *_members(
         "vllm.config.speculative",
         "SpeculativeConfig",
-        "num_speculative_tokens method model parallel_drafting target_model_config target_parallel_config",
+        "num_speculative_tokens method model parallel_drafting target_model_config target_parallel_config "
+        "use_multi_module_mtp",
         "read and set",
     ),
     *_members(
@@ -228,7 +231,7 @@ V2_SEAMS = (
     *_members(
         _V2,
         "GPUModelRunner",
-        "speculator rejection_sampler draft_tokens_handler speculative_config",
+        "speculator rejection_sampler draft_tokens_handler speculative_config model_config device",
         "read: the parts that were built",
     ),
     Seam(_V2_SPEC, "init_speculator", "called: vLLM's own speculator", ("vllm_config", "device", "req_states")),

@@ -132,10 +132,10 @@ def _check_v2(args: EngineArgs, resolved: Resolved, model_config: Any) -> None:
             "speculative_config: enable_adaptive_verification=True is not allowed with keys of vllm-specplus: it "
             "trims the drafts that these make"
         )
-    if strategy and getattr(args, "watermark_config", None) is not None:
+    if getattr(args, "watermark_config", None) is not None:
         raise SpecPlusConfigError(
-            f"speculative_config: verify_strategy={strategy!r} is not allowed with a watermark, which vLLM's own "
-            "verification puts in: leave one of them out"
+            "speculative_config: keys of vllm-specplus are not allowed with a watermark, which vLLM's own drafting and "
+            "verification put in: leave one of them out"
         )
     if strategy and model_config.use_fp64_gumbel:
         raise SpecPlusConfigError(

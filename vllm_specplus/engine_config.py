@@ -28,6 +28,8 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
 
     specplus: SkipValidation[SpecPlusOptions] = None  # type: ignore[assignment]
     """The plugin's own keys, resolved."""
+    made_for_v2: bool = False
+    """The model runner that it was made for."""
 
     @classmethod
     def create(cls, resolved: Resolved, model_config: Any, parallel_config: Any, on_v2: bool) -> Self:
@@ -49,6 +51,7 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
             return cls(
                 **stock,
                 specplus=options,
+                made_for_v2=on_v2,
                 target_model_config=model_config,
                 target_parallel_config=parallel_config,
             )
@@ -74,6 +77,13 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
                 f"num_model_steps={steps} is not allowed: the MTP head of {self.model!r} has {layers} "
                 f"layers, so it must be at most {layers} or a multiple of it"
             ) from None
+        if self.made_for_v2 and steps < total and self.use_multi_module_mtp():
+            # vLLM's speculator for it goes back over as many refused drafts as its modules make, and no more.
+            raise ValueError(
+                f"num_model_steps={steps} is not allowed on Model Runner V2: the MTP head of {self.model!r} has "
+                f"several layers, so it must be 1 or num_speculative_tokens={total}; VLLM_USE_V2_MODEL_RUNNER=0 "
+                "takes others"
+            )
         self.num_speculative_tokens = total
         if self.method not in HYBRID_METHODS or self.parallel_drafting:
             raise ValueError(

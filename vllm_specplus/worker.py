@@ -5,7 +5,6 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplus.compat import SpecPlusCompatError
-from vllm_specplus.config import HISTORY_METHODS
 
 
 class SpecPlusWorkerMixin:
@@ -49,9 +48,7 @@ class SpecPlusWorkerMixin:
         return v1
 
     def _check_runner(self) -> None:
-        config = self.vllm_config.speculative_config
-        made_for_v2 = config.method != "custom_class"
-        if config.specplus.method in HISTORY_METHODS and made_for_v2 != self.use_v2_model_runner:
+        if self.vllm_config.speculative_config.made_for_v2 != self.use_v2_model_runner:
             chosen, value = ("V2", 1) if self.use_v2_model_runner else ("V1", 0)
             raise SpecPlusCompatError(
                 f"vLLM chose Model Runner {chosen} for reasons that vllm-specplus does not foresee: set "

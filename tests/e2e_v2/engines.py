@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm.sampling_params import StructuredOutputsParams
+
 from tests.e2e.engines import PROMPTS, Engine, engine
 
 # A step takes a tenth of a second and more under the interpreter, so texts are short and few.
@@ -32,7 +34,7 @@ def elsewhere(
     Args:
         runner: 1 or 2, the model runner.
         model, config, args: of the engine. ``async_scheduling=True`` holds, though vLLM has it off on a CPU.
-        prompts, sampling: of the requests.
+        prompts, sampling: of the requests; ``json`` is a schema of the output.
     """
     env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
     if runner == 1:
@@ -66,6 +68,8 @@ def main() -> None:
     model, config, prompts, sampling, args = json.loads(sys.argv[1])
     if args.get("async_scheduling"):
         _keep_async_scheduling()
+    if "json" in sampling:
+        sampling["structured_outputs"] = StructuredOutputsParams(json=sampling.pop("json"))
     with engine(Path(model), config, **args) as e:
         scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler
         result: dict[str, Any] = {"tokens": tokens(e, prompts, **sampling), "scheduler": type(scheduler).__name__}

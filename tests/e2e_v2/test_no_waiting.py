@@ -17,7 +17,9 @@ from triton.runtime.interpreter import GridExecutor
 
 from tests.e2e.engines import engine, speculative
 from tests.e2e_v2.engines import FEW, tokens
+from tests.runners.suffix_engine import Engine, Event
 from vllm_specplus.runners import v2, v2_verify
+from vllm_specplus.runners.v2_suffix import SuffixFiller
 from vllm_specplus.verify import checks
 
 _READS = ("item", "tolist", "numpy", "cpu")
@@ -40,7 +42,7 @@ class _NoWaiting(TorchDispatchMode):
 
 
 @pytest.fixture
-def guard(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str], list[int]]:
+def guard(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[int]]:
     """Guards a method: it fails where it would wait. Returns the list of its calls."""
     guarded = [False]
 
@@ -73,7 +75,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str], list[int]]:
         monkeypatch.setattr(checks, name, lambda *args: None)
     monkeypatch.setattr(checks, "_width", lambda cu, max_rows: max_rows)
 
-    def guard_method(owner: type, name: str) -> list[int]:
+    def guard_method(owner: Any, name: str) -> list[int]:
         method, calls = getattr(owner, name), []
 
         def guarded_method(*args: Any, **kwargs: Any) -> Any:
@@ -92,12 +94,25 @@ def test_hybrid_and_verification(strategy: str, guard: Any, trained: Path, draft
     drafted = guard(v2.Drafting, "fill")
     verified = guard(v2_verify.StrategySampler, "verify")
     rows = guard(v2_verify.StrategyRejectionSampler, "_rows_of")
+    marked = guard(v2_verify.CountingRejectionSampler, "_unmeant")
     config = speculative("mtp_ngram_override", draft, verify_strategy=strategy, draft_sample_method="probabilistic")
     with engine(trained, config) as e:
         tokens(e, FEW[:2], temperature=0.8, top_p=0.9, top_k=20, max_tokens=8)
     assert drafted
     assert verified
+    assert marked
     assert bool(rows) == (strategy == "rejection")
+
+
+def test_vllms_verification(guard: Any, trained: Path, draft: Path) -> None:
+    guarded = [
+        guard(v2.Drafting, "fill"),
+        guard(v2, "write_one_hot_rows"),
+        guard(v2_verify.CountingRejectionSampler, "_unmeant"),
+    ]
+    with engine(trained, speculative("mtp_ngram", draft, draft_sample_method="probabilistic")) as e:
+        tokens(e, FEW[:2], max_tokens=8)
+    assert all(guarded)
 
 
 def test_ngram(guard: Any, trained: Path, draft: Path) -> None:
@@ -105,6 +120,18 @@ def test_ngram(guard: Any, trained: Path, draft: Path) -> None:
     with engine(trained, speculative("ngram", draft)) as e:
         tokens(e, FEW[:2], max_tokens=8)
     assert drafted
+
+
+def test_suffix_trees_under_asynchronous_scheduling(guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait in one place alone: for the tokens of the step before."""
+    Event.install(monkeypatch)
+    guarded = [guard(SuffixFiller, name) for name in ("_send", "_continue")]
+    stand_in = Engine(is_async=True)
+    stand_in.add("a", 0, [1, 2, 3, 1, 2, 3])
+    for token in (1, 2, 3):
+        stand_in.step({"a": [token]})
+    assert all(guarded)
+    assert Event.waited == [0, 1]
 
 
 WAITS: dict[str, Callable[[torch.Tensor], Any]] = {

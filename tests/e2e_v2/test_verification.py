@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.e2e.engines import PROPOSERS, Engine, engine, marked, speculative
 from tests.e2e.test_sampling import RULES as V1_RULES
 from tests.e2e.test_sampling import SAMPLED, STRATEGIES, STRUCTURED
-from tests.e2e_v2.engines import FEW, tokens
+from tests.e2e_v2.engines import FEW, elsewhere, tokens
 
 TWO = FEW[:2]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ab", "abcd"]}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
 # V2 takes at most 128 stop tokens of a request, and adds some of its own.
 RULES = V1_RULES | {"min_tokens": V1_RULES["min_tokens"] | {"min_tokens": 12, "stop_token_ids": list(range(100))}}
 
@@ -23,7 +30,7 @@ def plain(trained: Path) -> dict[str, list[list[int]]]:
     """Texts of the stock engine without speculation: greedy, by the request's rules, and sampled with a seed."""
     with engine(trained, **STRUCTURED) as e:
         texts = {name: tokens(e, TWO, **rules) for name, rules in RULES.items()}
-        return texts | {"sampled": tokens(e, **SAMPLED)}
+        return texts | {"sampled": tokens(e, TWO, **SAMPLED)}
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -46,12 +53,12 @@ def test_masks_when_sampling(strategy: tuple[str, Engine]) -> None:
 
 def test_same_seed_same_text(strategy: tuple[str, Engine], plain: dict[str, list[list[int]]]) -> None:
     name, e = strategy
-    first = tokens(e, **SAMPLED)
+    first = tokens(e, TWO, **SAMPLED)
     if name == "target_match":
         # vLLM's V2 runner draws with the same noise, so this is the text without speculation.
         assert first == plain["sampled"]
-    assert tokens(e, FEW[::-1], **SAMPLED) == first[::-1]
-    other = tokens(e, **SAMPLED | {"seed": 12})
+    assert tokens(e, [FEW[2], *TWO[::-1]], **SAMPLED)[1:] == first[::-1]
+    other = tokens(e, TWO, **SAMPLED | {"seed": 12})
     assert (other == first) == (name == "greedy")
 
 
@@ -78,18 +85,30 @@ def test_logprobs(sampling: dict[str, Any], strategy: tuple[str, Engine]) -> Non
 
 
 def test_structured_output(strategy: tuple[str, Engine]) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"name": {"enum": ["ab", "abcd"]}, "ok": {"type": "boolean"}},
-        "required": ["name", "ok"],
-        "additionalProperties": False,
-    }
     for sampling in ({}, SAMPLED):
-        rules = {"structured_outputs": StructuredOutputsParams(json=schema), "max_tokens": 80, "ignore_eos": False}
+        rules = {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80, "ignore_eos": False}
         for result in strategy[1].generate(TWO, **rules, **sampling):
             value = json.loads(result.outputs[0].text)
             assert value["name"] in ("ab", "abcd")
             assert isinstance(value["ok"], bool)
+
+
+def test_structured_output_under_asynchronous_scheduling(trained: Path, draft: Path) -> None:
+    """The scheduler checks against the grammar what is drafted, and what nobody drafted is not."""
+    config = speculative("mtp_ngram", draft, verify_strategy="target_match")
+    sampling = {"json": SCHEMA, "max_tokens": 80, "ignore_eos": False}
+    result = elsewhere(2, trained, config, TWO, sampling, async_scheduling=True, **STRUCTURED)
+    assert result["scheduler"] == "AsyncScheduler"
+    for text in result["tokens"]:
+        assert json.loads(bytes(token for token in text if token < 256))["name"] in ("ab", "abcd")
+
+
+def test_warming_up(trained: Path, draft: Path) -> None:
+    """What is done on a GPU only runs, and leaves nothing behind."""
+    with engine(trained, speculative("mtp_ngram", draft, verify_strategy="topp")) as e:
+        before = e.runner.sampler.sampling_states.top_p.np.copy()
+        e.runner.rejection_sampler.warm_up(torch.float32, torch.device("cpu"))
+        assert (e.runner.sampler.sampling_states.top_p.np == before).all()
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
@@ -117,7 +136,7 @@ WITH_TRAINED = sorted(PROPOSERS.keys() - {"naive", "mtp_ngram", "eagle_ngram"})
 def test_seeded_text_of_target_match(proposer: str, trained: Path, draft: Path, plain: Any) -> None:
     """Token for token that without speculation: the noise hangs on seed and position alone."""
     with engine(trained, speculative(proposer, draft, verify_strategy="target_match")) as e:
-        assert tokens(e, **SAMPLED) == plain["sampled"]
+        assert tokens(e, TWO, **SAMPLED) == plain["sampled"]
 
 
 @pytest.mark.parametrize("proposer", ["mtp_ngram", "suffix"])

@@ -19,7 +19,8 @@ class Event:
     made = 0
     waited: list[int] = []  # noqa: RUF012
 
-    def __init__(self) -> None:
+    def __init__(self, blocking: bool) -> None:
+        assert blocking
         self.number = Event.made
         Event.made += 1
 

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
@@ -71,19 +72,22 @@ def bind(runner: Any) -> None:
     sampler = runner.rejection_sampler
     if sampler is None:  # not the last stage of a pipeline
         return
-    if options.verify_strategy is not None and not isinstance(sampler, StrategyRejectionSampler):
+    strategy = options.verify_strategy
+    if not isinstance(sampler, CountingRejectionSampler if strategy is None else StrategyRejectionSampler):
         raise compat.SpecPlusCompatError(
-            f"verify_strategy={options.verify_strategy!r} cannot run: this model brings {type(sampler).__name__}"
+            f"the keys of vllm-specplus cannot hold: this model brings {type(sampler).__name__} to verify with"
         )
-    if isinstance(sampler, CountingRejectionSampler):
-        sampler.bind(drafting)
+    sampler.bind(drafting)
+    if isinstance(sampler, StrategyRejectionSampler) and runner.device.type != "cpu":
+        sampler.warm_up(runner.model_config.head_dtype, runner.device)
 
 
 class MatchedRequestState(RequestState):
     """Keeps all tokens in device memory, where the n-gram kernel reads them at every step."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs | {"use_dense_all_token_ids": True})
+        # In a pipeline the last stage drafts.
+        super().__init__(*args, **kwargs | {"use_dense_all_token_ids": get_pp_group().is_last_rank})
 
 
 class MirroredRequestState(RequestState):

@@ -35,20 +35,21 @@ class _SlotHistory(History):
 class HostTokens:
     """The tokens of every request on the host, by request state, as far as they have been copied.
 
-    Memory is taken as rows are written.
+    Memory is taken as rows are written. `keeps_last`: also those of the request that had a place before.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int):
+    def __init__(self, max_num_reqs: int, max_model_len: int, keeps_last: bool = False):
         self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_reqs, np.int64)
         self.num_prompt_tokens = np.zeros(max_num_reqs, np.int64)
         # Tells a request from the next one that has the same place.
         self.generation = np.zeros(max_num_reqs, np.int64)
+        self._keeps_last = keeps_last
         self._before: dict[int, tuple[int, np.ndarray, int]] = {}
 
     def add(self, index: int, prompt_len: int, token_ids: list[int]) -> None:
         """A request begins, or goes on after it was preempted."""
-        if self.generation[index]:
+        if self._keeps_last and self.generation[index]:
             self._before[index] = (int(self.generation[index]), *self._of(index))
         self.token_ids[index, : len(token_ids)] = token_ids
         self.num_tokens[index] = len(token_ids)
@@ -100,7 +101,7 @@ class SuffixFiller:
         self._width = vllm_config.speculative_config.num_speculative_tokens
         self._pins = device.type != "cpu"
         self._mirror = req_states.mirror = HostTokens(
-            vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
+            vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len, keeps_last=is_async
         )
         self._matcher = SuffixMatcher(
             max_tree_depth=options.suffix_decoding_max_tree_depth,
@@ -143,7 +144,8 @@ class SuffixFiller:
         on_device = torch.cat(columns, dim=1)
         rows = torch.empty(on_device.shape, dtype=torch.int32, pin_memory=self._pins)
         rows.copy_(on_device, non_blocking=True)
-        done = torch.cuda.Event()
+        # One that sleeps while it waits.
+        done = torch.cuda.Event(blocking=True)
         done.record()
         indices = input_batch.idx_mapping_np
         return _Arrival(input_batch.req_ids, indices, self._mirror.generation[indices], rows, done)

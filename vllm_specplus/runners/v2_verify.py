@@ -82,17 +82,18 @@ class StrategySampler(Sampler):
         states, options = self.sampling_states, self._options
         assert options.verify_strategy is not None
 
-        def used(values: Any, off: float) -> torch.Tensor | None:
-            return values.gpu[idx_mapping] if np.any(values.np[idx_mapping_np] != off) else None
-
+        filters = ((states.top_p, 1.0), (states.top_k, states.vocab_size), (states.min_p, 0.0))
+        # All of them or none, so that the kernels are compiled twice and not for every combination.
+        filtered = any(np.any(values.np[idx_mapping_np] != off) for values, off in filters)
+        top_p, top_k, min_p = (values.gpu[idx_mapping] if filtered else None for values, _ in filters)
         sampled = verify_draft_tokens(
             logits,
             cu_num_rows,
             drafts,
             states.temperature.gpu[idx_mapping],
-            top_p=used(states.top_p, 1.0),
-            top_k=used(states.top_k, states.vocab_size),
-            min_p=used(states.min_p, 0.0),
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             seeds=states.seeds.gpu[idx_mapping],
             positions=positions,
             strategy=options.verify_strategy,
@@ -166,17 +167,39 @@ class CountingRejectionSampler(RejectionSampler):
     ) -> Any:
         """As vLLM's."""
         if self._drafting is not None:
-            # Slot j of a request, counted from 1, stands at its local position j.
-            meant = self._drafting.num_drafts[input_batch.expanded_idx_mapping]
-            nobody_made = input_batch.expanded_local_pos > meant
-            invalid_drafts = nobody_made if invalid_drafts is None else invalid_drafts | nobody_made
+            unmeant = self._unmeant(input_batch)
+            invalid_drafts = unmeant if invalid_drafts is None else invalid_drafts | unmeant
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+
+    def _unmeant(self, input_batch: Any) -> torch.Tensor:
+        """[num_rows] bool: the token fed in to get a row stood in a slot that nothing had filled."""
+        # Slot j of a request, counted from 1, stands at its local position j.
+        return input_batch.expanded_local_pos > self._drafting.num_drafts[input_batch.expanded_idx_mapping]
 
 
 class StrategyRejectionSampler(CountingRejectionSampler):
     """Verifies drafts by the plugin's strategy and policy."""
 
     sampler: StrategySampler
+
+    def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile the kernels for logits of this dtype, with filters and without, before a request waits for it."""
+        states = self.sampler.sampling_states
+        logits = torch.zeros(2, states.vocab_size, dtype=dtype, device=device)
+        idx_mapping = torch.zeros(1, dtype=torch.int64, device=device)
+        saved = states.top_p.np[0]
+        for top_p in (1.0, 0.5):
+            states.top_p.np[0] = top_p
+            self.sampler.verify(
+                logits,
+                torch.tensor([0, 2], dtype=torch.int32, device=device),
+                torch.zeros(2, dtype=torch.int32, device=device),
+                torch.zeros(2, dtype=torch.int64, device=device),
+                idx_mapping,
+                np.zeros(1, np.int64),
+                self.num_speculative_steps + 1,
+            )
+        states.top_p.np[0] = saved
 
     def _verify(
         self,
