@@ -66,12 +66,11 @@ def test_vocabulary_of_the_draft_model_must_fit(tiny: Path, draft: Path, tmp_pat
         create(tiny, speculative("draft_model_ngram", other))
 
 
-def test_a_checkpoint_of_another_method(tiny: Path, tmp_path: Path) -> None:
-    """vLLM goes by the checkpoint in choosing the method; a hybrid does not vanish with it."""
-    medusa = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": 64, "vocab_size": 320}
-    (tmp_path / "config.json").write_text(json.dumps(medusa))
-    with pytest.raises(SpecPlusConfigError, match=r"mtp_strategy='with_ngram'.*'draft_model'.*'medusa'"):
-        create(tiny, speculative("draft_model_ngram", tmp_path))
+def test_a_checkpoint_of_another_method(tiny: Path, draft: Path, tmp_path: Path) -> None:
+    """vLLM goes by the checkpoint in choosing the method, by its name too; a hybrid does not vanish with it."""
+    folder = shutil.copytree(draft, tmp_path / "dspark-head")
+    with pytest.raises(SpecPlusConfigError, match=r"mtp_strategy='with_ngram'.*'draft_model'.*'dspark'"):
+        create(tiny, speculative("draft_model_ngram", folder))
 
 
 def test_async_scheduling_cannot_be_asked_for(tiny: Path) -> None:
