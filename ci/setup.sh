@@ -88,6 +88,8 @@ else
   step "installs vLLM for the CPU" install_vllm
   step "builds arctic-inference (suffix decoding)" install_arctic_inference
   step "installs this project" install_project
+  # What vLLM 0.33, whose Python files ci/vllm_overlay.py puts over those of 0.32, requires besides.
+  step "installs orjson" pip_install orjson
   step "removes torchaudio, torchcodec and torchvision" remove_cuda_builds
   printf '%s\n' "$place" "$inputs" >"$stamp"
   echo "setup: done in $SECONDS s"
