@@ -107,6 +107,16 @@ class SpecPlusOptions(BaseModel):
         """Whether the plugin's suffix trees draft."""
         return self.mtp_strategy == "with_suffix" or self.method == "suffix"
 
+    @property
+    def suffix_matcher(self) -> dict[str, Any]:
+        """The arguments of the `SuffixMatcher` that they ask for."""
+        return {
+            "max_tree_depth": self.suffix_decoding_max_tree_depth,
+            "max_cached_requests": self.suffix_decoding_max_cached_requests,
+            "max_spec_factor": self.suffix_decoding_max_spec_factor,
+            "min_token_prob": self.suffix_decoding_min_token_prob,
+        }
+
 
 @dataclass(frozen=True)
 class Resolved:

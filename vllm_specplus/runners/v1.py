@@ -82,12 +82,7 @@ def make_matcher(kind: str, vllm_config: Any) -> Matcher:
     """The matcher of a strategy or method: ``ngram`` or ``suffix``."""
     options: SpecPlusOptions = vllm_config.speculative_config.specplus
     if kind == "suffix":
-        return SuffixMatcher(
-            max_tree_depth=options.suffix_decoding_max_tree_depth,
-            max_cached_requests=options.suffix_decoding_max_cached_requests,
-            max_spec_factor=options.suffix_decoding_max_spec_factor,
-            min_token_prob=options.suffix_decoding_min_token_prob,
-        )
+        return SuffixMatcher(**options.suffix_matcher)
     return NgramMatcher(
         _MAX_KEPT_BATCHES * vllm_config.scheduler_config.max_num_seqs,
         vllm_config.model_config.max_model_len,

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
@@ -31,8 +30,6 @@ from vllm_specplus.kernels.drafts import write_one_hot_rows
 from vllm_specplus.kernels.ngram import fill_drafts
 from vllm_specplus.runners.v2_suffix import HostTokens, SuffixFiller
 from vllm_specplus.runners.v2_verify import CountingRejectionSampler, StrategyRejectionSampler, StrategySampler
-
-logger = init_logger("vllm.specplus")
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 MODEL_SPECULATORS = {

@@ -103,12 +103,7 @@ class SuffixFiller:
         self._mirror = req_states.mirror = HostTokens(
             vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len, keeps_last=is_async
         )
-        self._matcher = SuffixMatcher(
-            max_tree_depth=options.suffix_decoding_max_tree_depth,
-            max_cached_requests=options.suffix_decoding_max_cached_requests,
-            max_spec_factor=options.suffix_decoding_max_spec_factor,
-            min_token_prob=options.suffix_decoding_min_token_prob,
-        )
+        self._matcher = SuffixMatcher(**options.suffix_matcher)
         self._previous: _Arrival | None = None
         logger.info(
             "suffix trees are on the host: each step waits for the tokens of %s",
