@@ -157,18 +157,28 @@ def test_stock_window_names_in_a_hybrid() -> None:
     assert resolved.warnings == []
 
 
-@pytest.mark.parametrize("tokens", [{}, {"num_speculative_tokens": 7}])
-def test_naive(tokens: dict[str, int]) -> None:
-    resolved = resolve({"method": "naive", **tokens})
+def test_naive() -> None:
+    resolved = resolve({"method": "naive"})
     assert resolved.options == SpecPlusOptions(method="naive", num_speculative_tokens=0)
     assert resolved.vllm == {"method": "naive"}
-    assert len(resolved.notes) == len(tokens)
-    assert all("num_speculative_tokens=7 is forced to 0 drafts" in note for note in resolved.notes)
+    assert resolved.notes == []
 
 
-@pytest.mark.parametrize("tokens", [-1, 0, 1000])
-def test_naive_takes_any_number(tokens: int) -> None:
-    assert options({"method": "naive", "num_speculative_tokens": tokens}).method == "naive"
+@pytest.mark.parametrize(
+    ("tokens", "window", "note"),
+    [
+        (7, 7, "num_speculative_tokens=7: method naive drafts what a request's reference says"),
+        (0, 0, "num_speculative_tokens=0: method naive"),
+        (-1, 0, "num_speculative_tokens=-1 counts as 0: method naive"),
+        (1000, 128, "num_speculative_tokens=1000 counts as 128: method naive"),
+    ],
+)
+def test_naive_takes_any_number_as_the_window_of_references(tokens: int, window: int, note: str) -> None:
+    resolved = resolve({"method": "naive", "num_speculative_tokens": tokens})
+    assert resolved.options == SpecPlusOptions(method="naive", num_speculative_tokens=window)
+    assert resolved.vllm == {"method": "naive"}
+    assert len(resolved.notes) == 1
+    assert note in resolved.notes[0]
 
 
 def test_naive_does_not_use_a_model() -> None:

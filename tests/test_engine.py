@@ -121,7 +121,13 @@ def test_what_each_model_runner_is_shown(
     check(shown_to_v1)
 
 
-@pytest.mark.parametrize(("config", "stays_on"), [(HYBRID, True), ({"method": "naive"}, True), (SUFFIX, False)])
+NAIVE = {"method": "naive"}
+
+
+@pytest.mark.parametrize(
+    ("config", "stays_on"),
+    [(HYBRID, True), (NAIVE, True), (NAIVE | {"num_speculative_tokens": 8}, False), (SUFFIX, False)],
+)
 def test_asynchronous_scheduling_on_v2(config: dict[str, object], stays_on: bool, tiny: Path, on_v2: None) -> None:
     for asked in (None, True, False):
         args = EngineArgs(

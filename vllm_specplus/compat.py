@@ -108,10 +108,46 @@ CONFIG_SEAMS = (
     Seam("vllm.logger", "init_logger", "called: log lines in vLLM's own form"),
 )
 
+REQUEST_SEAMS = (
+    Seam("vllm.config.model", "ModelConfig.logits_processors", "extended by the class that checks requests"),
+    *_members(
+        "vllm.config.model",
+        "ModelConfig",
+        "get_vocab_size max_model_len return_sampling_mask skip_tokenizer_init tokenizer tokenizer_mode "
+        "tokenizer_revision runner_type trust_remote_code",
+        "read: what references are checked against and tokenised with",
+    ),
+    *(
+        Seam(module, "LogitsProcessor.validate_params", "the class that checks requests", ("sampling_params",))
+        for module in ("vllm.v1.sample.logits_processor.interface", f"{_V2_SAMPLE}.logits_processor.interface")
+    ),
+    Seam("vllm.v1.sample.logits_processor", "LogitsProcessor", "subclassed by the class that checks requests"),
+    Seam(f"{_V2_SAMPLE}.logits_processor", "LogitsProcessor", "subclassed by the class that checks requests"),
+    Seam(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.validate_logits_processors_params",
+        "calls the class that checks requests",
+    ),
+    Seam("vllm.sampling_params", "SamplingParams.extra_args", "read and set: what a request asks for"),
+    Seam("vllm.exceptions", "VLLMValidationError", "raised where a request is refused"),
+    Seam("vllm.tokenizers", "get_tokenizer", "called: the tokenizer of references"),
+    *_members(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        "scheduled_new_reqs finished_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens",
+        "read: which requests begin and end, and what is verified",
+    ),
+    *_members("vllm.v1.core.sched.output", "NewRequestData", "req_id sampling_params", "read: what a request asks for"),
+    *_members("vllm.v1.outputs", "ModelRunnerOutput", "req_ids sampled_token_ids", "read: what was accepted"),
+    Seam("vllm.distributed.parallel_state", "get_tp_group", "called: one worker of several logs"),
+)
+
 WORKER_SEAMS = (
     Seam("vllm.v1.worker.gpu_worker", "Worker.init_device", "extended: overrides while it runs"),
     Seam("vllm.v1.worker.gpu_worker", "Worker.use_v2_model_runner", "read: which runner is built"),
     Seam("vllm.v1.worker.gpu_worker", "Worker.load_model", "extended: overrides while it runs"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.execute_model", "extended: new requests", ("scheduler_output",)),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.sample_tokens", "extended: what was accepted", ("grammar_output",)),
     Seam("vllm.v1.worker.gpu_worker", "Worker.model_runner", "read: what was built"),
     Seam("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "extended: overrides while it runs"),
 )
@@ -288,13 +324,14 @@ V2_SEAMS = (
         "extended: tokens on the host",
         ("req_id", "prompt_len", "all_token_ids"),
     ),
+    Seam(_V2_STATES, "RequestState.remove_request", "extended: counts of single requests", ("req_id",)),
     *_members(_V2_STATES, "RequestState", "all_token_ids total_len req_id_to_index", "read: the requests' tokens"),
     Seam("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor.gpu", "read: the requests' tokens"),
     *_members("vllm.v1.worker.gpu.buffer_utils", "UvaBackedTensor", "gpu np", "read: what the requests ask for"),
     *_members(
         "vllm.v1.worker.gpu.input_batch",
         "InputBatch",
-        "num_reqs req_ids idx_mapping idx_mapping_np expanded_idx_mapping expanded_local_pos "
+        "num_reqs req_ids idx_mapping idx_mapping_np expanded_idx_mapping expanded_local_pos cu_num_logits "
         "has_structured_output_reqs",
         "read: the batch",
     ),
@@ -363,7 +400,7 @@ V2_SEAMS = (
     Seam("vllm.config.model", "PROCESSED_LOGPROBS_MODES", "read: which logprobs are asked for"),
 )
 
-LEDGER = CONFIG_SEAMS + WORKER_SEAMS + V1_SEAMS + V2_SEAMS
+LEDGER = CONFIG_SEAMS + REQUEST_SEAMS + WORKER_SEAMS + V1_SEAMS + V2_SEAMS
 
 
 def vllm_root() -> Path:

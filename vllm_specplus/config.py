@@ -51,7 +51,7 @@ from vllm_specplus.stock_keys import StockKeys, stock_keys
 __all__ = ["HISTORY_METHODS", "Resolved", "SpecPlusConfigError", "SpecPlusOptions", "parse_json", "resolve"]
 
 HISTORY_METHODS = ("ngram", "suffix", "naive")
-"""Methods that draft from the text alone, or (naive) not at all."""
+"""Methods that draft from text alone: the request's and others', or (naive) nothing but its reference."""
 
 _CACHED_REQUESTS = "suffix_decoding_max_cached_requests"
 
@@ -64,7 +64,7 @@ class SpecPlusOptions(BaseModel):
     method: str
     """The method that runs; vLLM's deprecated names for MTP are ``mtp`` here."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)]
-    """Draft slots per request and step; 0 for ``naive``."""
+    """Draft slots per request and step."""
     num_model_steps: AtLeastOne | None = None
     """Forward passes of the draft model in a hybrid; None where vLLM's own drafter runs."""
     mtp_strategy: MtpStrategy = "default"
@@ -309,8 +309,10 @@ def _draft_tokens(parsed: Parsed) -> tuple[int, list[str]]:
     if parsed.method == NAIVE:
         if "num_speculative_tokens" not in parsed.given.values:
             return 0, []
+        window = min(max(tokens, 0), MAX_DRAFT_TOKENS)
         shown = parsed.stated("num_speculative_tokens")
-        return 0, [f"{shown} is forced to 0 drafts: method naive drafts nothing"]
+        counts_as = f" counts as {window}" if window != tokens else ""
+        return window, [f"{shown}{counts_as}: method naive drafts what a request's reference says, and nothing else"]
     if parsed.method == "suffix" and not tokens:
         tokens = min(parsed.keys.suffix_decoding_max_tree_depth, MAX_DRAFT_TOKENS)
         return tokens, [f"num_speculative_tokens={tokens}, taken from suffix_decoding_max_tree_depth"]

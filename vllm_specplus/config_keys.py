@@ -86,7 +86,7 @@ class GivenKeys(BaseModel):
 
 
 class NaiveKeys(GivenKeys):
-    """`GivenKeys` for method ``naive``, which takes any number of tokens and drafts none."""
+    """`GivenKeys` for method ``naive``, which takes any number of tokens."""
 
     num_speculative_tokens: int = 0
 

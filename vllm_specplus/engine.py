@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_specplus.compat import SpecPlusCompatError, check_vllm
 from vllm_specplus.config import Resolved, SpecPlusConfigError, resolve
+from vllm_specplus.config_keys import NAIVE
 
 # A name below "vllm", so that vLLM's own logging setup prints it.
 logger = init_logger("vllm.specplus")
@@ -75,8 +76,11 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     config = _build(resolved, model_config, parallel_config, on_v2)
     if resolved.options.drafts_from_history and not on_v2:
         _refuse_async_scheduling(args)
-    elif resolved.options.matches_suffixes and args.async_scheduling is None:
+    elif args.async_scheduling is None and resolved.options.matches_suffixes:
         _leave_async_scheduling_off(args, "suffix trees are on the host and draft more with every token there")
+    elif args.async_scheduling is None and resolved.options.method == NAIVE and resolved.options.num_speculative_tokens:
+        _leave_async_scheduling_off(args, "requests without a reference draft nothing, and their slots would be run")
+    _check_requests(model_config, resolved, on_v2)
     logger.info("resolved speculative config: %s", resolved.as_json())
     return config
 
@@ -142,6 +146,16 @@ def _check_v2(args: EngineArgs, resolved: Resolved, model_config: Any) -> None:
             f"speculative_config: verify_strategy={strategy!r} is not allowed with use_fp64_gumbel=True: its noise "
             "is float32"
         )
+
+
+def _check_requests(model_config: Any, resolved: Resolved, on_v2: bool) -> None:
+    from vllm_specplus import request_check
+
+    assert resolved.options is not None
+    if model_config.return_sampling_mask:
+        logger.info("what requests ask of vllm-specplus is ignored with return_sampling_mask=True")
+        return
+    request_check.install(model_config, on_v2=on_v2, drafts=resolved.options.drafts_from_history)
 
 
 def _worker_cls(current: str) -> str:

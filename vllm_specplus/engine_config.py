@@ -7,7 +7,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_specplus.config import HISTORY_METHODS, Resolved, SpecPlusConfigError, SpecPlusOptions
-from vllm_specplus.config_keys import HYBRID_METHODS, NAIVE
+from vllm_specplus.config_keys import HYBRID_METHODS
 
 # Methods that need no draft model run as one that the model runner knows: on V1 vLLM's custom class, with what builds
 # the drafter; on V2 its n-gram match on the device, which asynchronous scheduling goes with.
@@ -43,9 +43,9 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
         stock = dict(resolved.vllm)
         if options.method in HISTORY_METHODS:
             stock |= _V2_CARRIER if on_v2 else _V1_CARRIER
-            # vLLM wants at least one; naive proposes none of it.
+            # vLLM wants at least one.
             stock["num_speculative_tokens"] = max(options.num_speculative_tokens, 1)
-            if on_v2 and options.method == NAIVE:
+            if on_v2 and not options.num_speculative_tokens:
                 stock |= _NO_DRAFTS
         try:
             return cls(

@@ -5,6 +5,7 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplus.compat import SpecPlusCompatError
+from vllm_specplus.request_check import left_out
 
 
 class SpecPlusWorkerMixin:
@@ -13,6 +14,7 @@ class SpecPlusWorkerMixin:
     vllm_config: Any
     use_v2_model_runner: bool
     model_runner: Any
+    _requests: Any = None  # the runner's RequestTracker, where the plugin drafts
 
     def init_device(self) -> None:
         """Build the runner under the overrides, then hand it to what was put in.
@@ -22,10 +24,10 @@ class SpecPlusWorkerMixin:
         """
         runner, options = self._runner_module(), self.vllm_config.speculative_config.specplus
         self._check_runner()
-        with runner.installed(options):
+        with runner.installed(options), left_out(self.vllm_config.model_config):
             super().init_device()  # type: ignore[misc]
         if not self.use_v2_model_runner:
-            runner.bind(self.model_runner)
+            self._requests = runner.bind(self.model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights; V2 builds its samplers here."""
@@ -33,9 +35,34 @@ class SpecPlusWorkerMixin:
             super().load_model(*args, **kwargs)  # type: ignore[misc]
             return
         runner, options = self._runner_module(), self.vllm_config.speculative_config.specplus
-        with runner.installed(options):
+        with runner.installed(options), left_out(self.vllm_config.model_config):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
-        runner.bind(self.model_runner)
+        self._requests = runner.bind(self.model_runner)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step, having noted what its new requests ask for."""
+        if self._requests is not None:
+            self._requests.before_step(scheduler_output)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Choose a step's tokens, and count what became of its drafts."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self._requests is not None:
+            self._requests.after_step(output)
+        return output
+
+    def specplus_stats(self) -> dict[str, Any] | None:
+        """Drafted and accepted tokens by source and position, and how much is held; None where nothing is drafted.
+
+        Returns:
+            ``{"drafted": {source: [tokens by position]}, "accepted": {...}, "live": {"requests": n, ...}}``
+        """
+        return None if self._requests is None else self._requests.stats()
+
+    def specplus_request_stats(self, key: str) -> dict[str, int] | None:
+        """What became of the requests that gave this key, once: see ``RequestCounts.collect``."""
+        return None if self._requests is None else self._requests.request_stats(key)
 
     def _runner_module(self) -> Any:
         # Each imports vLLM's runner of that kind.

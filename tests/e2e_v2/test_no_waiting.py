@@ -18,7 +18,8 @@ from triton.runtime.interpreter import GridExecutor
 from tests.e2e.engines import engine, speculative
 from tests.e2e_v2.engines import FEW, tokens
 from tests.runners.suffix_engine import Engine, Event
-from vllm_specplus.runners import v2, v2_verify
+from vllm_specplus.runners import v2, v2_requests, v2_verify
+from vllm_specplus.runners.v2_host import TokenFeed
 from vllm_specplus.runners.v2_suffix import SuffixFiller
 from vllm_specplus.verify import checks
 
@@ -95,12 +96,14 @@ def test_hybrid_and_verification(strategy: str, guard: Any, trained: Path, draft
     verified = guard(v2_verify.StrategySampler, "verify")
     rows = guard(v2_verify.StrategyRejectionSampler, "_rows_of")
     marked = guard(v2_verify.CountingRejectionSampler, "_unmeant")
+    counted = guard(v2_requests.RequestTracker, "count_drafts")
     config = speculative("mtp_ngram_override", draft, verify_strategy=strategy, draft_sample_method="probabilistic")
     with engine(trained, config) as e:
         tokens(e, FEW[:2], temperature=0.8, top_p=0.9, top_k=20, max_tokens=8)
     assert drafted
     assert verified
     assert marked
+    assert counted
     assert bool(rows) == (strategy == "rejection")
 
 
@@ -125,7 +128,7 @@ def test_ngram(guard: Any, trained: Path, draft: Path) -> None:
 def test_suffix_trees_under_asynchronous_scheduling(guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait in one place alone: for the tokens of the step before."""
     Event.install(monkeypatch)
-    guarded = [guard(SuffixFiller, name) for name in ("_send", "_continue")]
+    guarded = [guard(TokenFeed, "_send"), guard(SuffixFiller, "_continue")]
     stand_in = Engine(is_async=True)
     stand_in.add("a", 0, [1, 2, 3, 1, 2, 3])
     for token in (1, 2, 3):

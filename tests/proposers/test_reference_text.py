@@ -173,11 +173,8 @@ def test_it_goes_by_the_output_alone(edit, pair, sizes, data):
         assert set(drafts.tolist()) <= {*reference, *(output[:end] if edit else ())}
         fresh = make(reference, edit, sizes)
         assert drafts.tolist() == fresh.draft(array(output[:end]), limit).tolist()
-        assert text.match_len == fresh.match_len
-        assert (
-            text.match_len == 0
-            or output[end - text.match_len : end] == reference[text._cursor - text.match_len : text._cursor]
-        )
+        assert text._run == fresh._run
+        assert text._run == 0 or output[end - text._run : end] == reference[text._cursor - text._run : text._cursor]
         if end == len(output):
             break
         end = data.draw(st.integers(end, len(output)))
@@ -211,7 +208,7 @@ def test_an_output_that_never_agrees(edit):
         drafts = text.draft(output[:end], 16)
         assert len(drafts) <= 16
         assert set(drafts.tolist()) <= set(TEXT.tolist())
-    assert text.match_len == 0
+    assert text._run == 0
 
 
 @BOTH
@@ -244,7 +241,7 @@ def test_the_buffer_of_the_output_may_be_overwritten(edit):
     buffer[:] = TEXT[300:350]
     fresh = make(TEXT, edit)
     assert text.draft(buffer, 4).tolist() == fresh.draft(buffer, 4).tolist() == TEXT[350:354].tolist()
-    assert text.match_len == fresh.match_len
+    assert text._run == fresh._run
 
 
 @BOTH

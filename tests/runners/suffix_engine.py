@@ -7,6 +7,7 @@ import torch
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import SuffixMatcher
+from vllm_specplus.runners.v2_host import TokenFeed
 from vllm_specplus.runners.v2_suffix import SuffixFiller
 
 MAX_LEN = 96
@@ -57,14 +58,14 @@ class Engine:
             all_token_ids=SimpleNamespace(gpu=self.token_ids),
             total_len=SimpleNamespace(gpu=self.total_len),
             req_id_to_index={},
-            mirror=None,
         )
-        self.filler = SuffixFiller(config, torch.device("cpu"), self.states, is_async=is_async)
+        self.feed = TokenFeed(config, torch.device("cpu"), self.states, is_async=is_async, keeps_last=is_async)
+        self.filler = SuffixFiller(self.options, self.states, self.feed)
         self.prompt_len: dict[str, int] = {}
 
     @property
     def mirror(self):
-        return self.states.mirror
+        return self.feed.mirror
 
     @property
     def matched_requests(self) -> set[str]:
@@ -127,7 +128,9 @@ class Engine:
         if model is not None:
             window[:, :num_steps] = torch.tensor(model)
         limits = torch.tensor([width * bool(new) for new in sampled.values()], dtype=torch.int32)
-        num_drafts, num_model = self.filler.fill(batch, window[:, :width], num_steps, limits)
+        drafts = window[:, :width]
+        arrival = self.feed.advance(batch, drafts, num_steps, limits)
+        num_drafts, num_model = self.filler.fill(batch, drafts, num_steps, limits, arrival)
         assert torch.all(window[:, max(width, num_steps) :] == SENTINEL)
         assert num_drafts.dtype == num_model.dtype == torch.int32
         if width == 0:

@@ -66,9 +66,9 @@ class ReferenceText:
         self._restart()
 
     @property
-    def match_len(self) -> int:
-        """Tokens of the output that agree with the reference up to the drafts' place; 0 = a mere guess."""
-        return self._run
+    def is_guess(self) -> bool:
+        """Whether nothing in the output speaks for the drafts' place: it has just begun, or new text came in."""
+        return self._is_guess
 
     def draft(self, output: np.ndarray, max_drafts: int) -> np.ndarray:
         """Take in what is new in the output and draft what follows.
@@ -97,6 +97,7 @@ class ReferenceText:
         self._cursor = 0  # the place in the text that is followed; -1 = none
         self._known = np.empty(0, np.int32)  # new text of a remembered edit, expected before the cursor's
         self._run = 0  # tokens before the cursor that agree with the output
+        self._is_guess = True
         self._previous = 0  # the place that was followed last
         # (place in the text, place in the output), the latest first. All text is behind the first.
         self._anchors = [(0, 0)]
@@ -108,16 +109,21 @@ class ReferenceText:
         while position < len(output):
             agreed = self._agreement(output[position:])
             position += agreed
+            if agreed:
+                self._is_guess = False
             if position == len(output):
                 break
             if self._cursor >= 0:
                 self._previous = self._cursor
             if self.edit:
                 self._note_divergence(output, position)
-                if not self._recall(int(output[position])):
+                is_known = self._recall(int(output[position]))
+                if not is_known:
                     self._cursor, self._run = self._realign(output[: position + 1])
+                self._is_guess = not is_known and self._run == 0
             else:
                 self._cursor, self._run = self._look_up(output[: position + 1])
+                self._is_guess = False
             position += 1
         if position > self._num_seen:
             self._num_seen = position

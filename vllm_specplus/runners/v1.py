@@ -19,6 +19,7 @@ from vllm_specplus.proposers.history import History, Matcher
 from vllm_specplus.proposers.hybrid import Drafts, HybridDrafter
 from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.suffix import SuffixMatcher
+from vllm_specplus.runners.v1_requests import RequestTracker
 from vllm_specplus.runners.v1_verify import StrategyRejectionSampler, StrategySampler
 
 _MODEL_PROPOSERS = (
@@ -47,13 +48,23 @@ def installed(options: SpecPlusOptions) -> Iterator[None]:
         yield
 
 
-def bind(runner: Any) -> None:
-    """Give the drafter and the samplers of a built runner what vLLM does not pass to them."""
+def bind(runner: Any) -> RequestTracker | None:
+    """Give the drafter and the samplers of a built runner what vLLM does not pass to them.
+
+    Returns:
+        What follows the runner's requests; None where the plugin does not draft.
+    """
     _drop_fillers(runner)
-    for name in ("drafter", "sampler", "rejection_sampler"):
+    for name in ("sampler", "rejection_sampler"):
         part = getattr(runner, name, None)
-        if isinstance(part, HistoryDrafter | _HybridMixin | StrategySampler | StrategyRejectionSampler):
+        if isinstance(part, StrategySampler | StrategyRejectionSampler):
             part.bind(runner)
+    drafter = getattr(runner, "drafter", None)
+    if not isinstance(drafter, HistoryDrafter | _HybridMixin):
+        return None
+    requests = RequestTracker(runner)
+    drafter.bind(runner, requests)
+    return requests
 
 
 def _drop_fillers(runner: Any) -> None:
@@ -95,8 +106,9 @@ def make_matcher(kind: str, vllm_config: Any) -> Matcher:
 class _HostHistory:
     """The batch's tokens on the host, and how many may be drafted for each request."""
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: Any, requests: RequestTracker):
         self._runner = runner
+        self._requests = requests
         self._max_kept = _MAX_KEPT_BATCHES * runner.scheduler_config.max_num_seqs
 
     def live(self) -> Collection[str]:
@@ -115,7 +127,7 @@ class _HostHistory:
 
         Returns:
             The history, and [B] int64 drafts that each request may have: none for a partial prefill or
-            where the model length leaves no room.
+            where the model length leaves no room, and no more than the request allows.
         """
         batch = self._runner.input_batch
         num_reqs = len(sampled)
@@ -136,19 +148,21 @@ class _HostHistory:
             num_tokens=num_tokens,
             num_prompt_tokens=num_prompt_tokens,
         )
-        return history, np.where(silent, 0, np.clip(room, 0, width))
+        allowed = self._requests.limits(history.req_ids, width)
+        return history, np.where(silent, 0, np.clip(room, 0, allowed))
 
 
 class HistoryDrafter:
-    """Drafts without a model: ngram, suffix, or (naive) nothing at all."""
+    """Drafts without a model: ngram, suffix, or (naive) from the requests' references alone."""
 
     def __init__(self, vllm_config: Any):
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         self._width = options.num_speculative_tokens
         self._matcher = None if options.method == "naive" else make_matcher(options.method, vllm_config)
 
-    def bind(self, runner: Any) -> None:
-        self._history = _HostHistory(runner)
+    def bind(self, runner: Any, requests: RequestTracker) -> None:
+        self._history = _HostHistory(runner, requests)
+        self._requests = requests
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is no model; vLLM's CPU runner asks all the same."""
@@ -161,11 +175,14 @@ class HistoryDrafter:
         slot_mappings: Any = None,
     ) -> list[list[int]]:
         """The drafts of each request; arguments and answer as vLLM's custom proposers have them."""
-        if self._matcher is None:
-            return [[] for _ in sampled_token_ids]
         history, room = self._history.take(sampled_token_ids, self._width)
-        self._matcher.retain(self._history.live())
-        return self._matcher.match(history, None, room).to_lists()
+        lists: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self._matcher is not None:
+            self._matcher.retain(self._history.live())
+            lists = self._matcher.match(history, None, room).to_lists()
+        drafts = Drafts(lists, np.zeros(len(lists), np.int32))
+        self._requests.put_references_first(history, room, drafts)
+        return drafts.token_ids
 
 
 class _HybridMixin:
@@ -196,8 +213,9 @@ class _HybridMixin:
         # What vLLM's dummy runs go by: an idle data-parallel rank must run as many passes as a busy one.
         self.num_speculative_tokens = self._steps
 
-    def bind(self, runner: Any) -> None:
-        self._history = _HostHistory(runner)
+    def bind(self, runner: Any, requests: RequestTracker) -> None:
+        self._history = _HostHistory(runner, requests)
+        self._requests = requests
 
     def prepare_next_token_ids_padded(
         self,
@@ -239,6 +257,7 @@ class _HybridMixin:
         history, room = self._history.take(self._sampled, num_speculative_tokens, on_host=self._sampled_on_host)
         self._drafter.matcher.retain(self._history.live())
         drafts = self._drafter.draft(history, model_drafts.cpu().numpy(), room)
+        self._requests.put_references_first(history, room, drafts)
         self._model_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
         return drafts.token_ids
 

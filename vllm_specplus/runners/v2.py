@@ -28,7 +28,9 @@ from vllm_specplus import compat
 from vllm_specplus.config import HISTORY_METHODS, SpecPlusOptions
 from vllm_specplus.kernels.drafts import write_one_hot_rows
 from vllm_specplus.kernels.ngram import fill_drafts
-from vllm_specplus.runners.v2_suffix import HostTokens, SuffixFiller
+from vllm_specplus.runners.v2_host import TokenFeed
+from vllm_specplus.runners.v2_requests import RequestTracker
+from vllm_specplus.runners.v2_suffix import SuffixFiller
 from vllm_specplus.runners.v2_verify import CountingRejectionSampler, StrategyRejectionSampler, StrategySampler
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
@@ -48,7 +50,7 @@ def installed(options: SpecPlusOptions) -> Iterator[None]:
     if options.drafts_from_history:
         names["init_speculator"] = _init_speculator
         names["DraftTokensHandler"] = VariableLengthHandler
-        names["RequestState"] = MatchedRequestState if options.matches_ngrams else MirroredRequestState
+        names["RequestState"] = MatchedRequestState if options.matches_ngrams else FollowedRequestState
         names["RejectionSampler"] = CountingRejectionSampler
     if options.verify_strategy is not None:
         names |= {"Sampler": StrategySampler, "RejectionSampler": StrategyRejectionSampler}
@@ -56,8 +58,11 @@ def installed(options: SpecPlusOptions) -> Iterator[None]:
         yield
 
 
-def bind(runner: Any) -> None:
+def bind(runner: Any) -> RequestTracker | None:
     """Give the parts of a built runner what vLLM does not pass to them.
+
+    Returns:
+        What follows the runner's requests; None where the plugin does not draft.
 
     Raises:
         SpecPlusCompatError: vLLM has put something else where the plugin's own part must stand.
@@ -68,7 +73,7 @@ def bind(runner: Any) -> None:
         runner.draft_tokens_handler.bind(drafting)
     sampler = runner.rejection_sampler
     if sampler is None:  # not the last stage of a pipeline
-        return
+        return None
     strategy = options.verify_strategy
     if not isinstance(sampler, CountingRejectionSampler if strategy is None else StrategyRejectionSampler):
         raise compat.SpecPlusCompatError(
@@ -77,28 +82,37 @@ def bind(runner: Any) -> None:
     sampler.bind(drafting)
     if isinstance(sampler, StrategyRejectionSampler) and runner.device.type != "cpu":
         sampler.warm_up(runner.model_config.head_dtype, runner.device)
+    return None if drafting is None else drafting.requests
 
 
-class MatchedRequestState(RequestState):
-    """Keeps all tokens in device memory, where the n-gram kernel reads them at every step."""
+class FollowedRequestState(RequestState):
+    """Tells the drafting part of every request that takes a place or leaves it."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        # In a pipeline the last stage drafts.
-        super().__init__(*args, **kwargs | {"use_dense_all_token_ids": get_pp_group().is_last_rank})
-
-
-class MirroredRequestState(RequestState):
-    """Tells a mirror on the host of every request that begins."""
-
-    mirror: HostTokens | None = None
+    is_dense = False
+    drafting: "Drafting | None" = None  # in a pipeline the last stage drafts
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs | {"use_dense_all_token_ids": False})
+        dense = self.is_dense and get_pp_group().is_last_rank
+        super().__init__(*args, **kwargs | {"use_dense_all_token_ids": dense})
 
     def add_request(self, req_id: str, prompt_len: int, all_token_ids: list[int], *args: Any, **kwargs: Any) -> None:
+        """As vLLM's."""
         super().add_request(req_id, prompt_len, all_token_ids, *args, **kwargs)
-        if self.mirror is not None:
-            self.mirror.add(self.req_id_to_index[req_id], prompt_len, all_token_ids)
+        if self.drafting is not None:
+            self.drafting.begin(req_id, self.req_id_to_index[req_id], prompt_len, all_token_ids)
+
+    def remove_request(self, req_id: str) -> int | None:
+        """As vLLM's."""
+        index = super().remove_request(req_id)
+        if index is not None and self.drafting is not None:
+            self.drafting.requests.end(index)
+        return index
+
+
+class MatchedRequestState(FollowedRequestState):
+    """Keeps all tokens in device memory, where the n-gram kernel reads them at every step."""
+
+    is_dense = True
 
 
 class VariableLengthHandler(DraftTokensHandler):
@@ -148,7 +162,7 @@ class _NgramFiller:
         self._req_states = req_states
 
     def fill(
-        self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor
+        self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor, arrival: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return fill_drafts(
             self._req_states.all_token_ids.gpu,
@@ -164,12 +178,12 @@ class _NgramFiller:
 
 
 class _NoFiller:
-    """`naive`: nothing is drafted."""
+    """`naive`: nothing is drafted but from references."""
 
     needs_every_step = False
 
     def fill(
-        self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor
+        self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor, arrival: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         drafts.fill_(-1)
         none = torch.zeros_like(max_drafts)
@@ -184,6 +198,7 @@ class Drafting:
         num_drafts: [max_num_reqs] int32 by request state: drafts that are meant, from the first slot on.
         num_model: [max_num_reqs] int32 by request state: how many of those are the draft model's.
         is_async: whether the scheduler schedules a step before the drafts of the last are made.
+        requests: follows what single requests ask for.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
@@ -194,11 +209,28 @@ class Drafting:
         self.window = torch.zeros(max_num_reqs, width, dtype=torch.int64, device=device)
         self.num_drafts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.num_model = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._feed = TokenFeed(
+            vllm_config,
+            device,
+            req_states,
+            is_async=self.is_async,
+            keeps_last=self.is_async and options.matches_suffixes,
+        )
+        self.requests = RequestTracker(vllm_config, device, req_states, self._feed)
         self._filler: Any = _NoFiller()
         if options.matches_ngrams:
             self._filler = _NgramFiller(options, req_states)
         elif options.matches_suffixes:
-            self._filler = SuffixFiller(vllm_config, device, req_states, is_async=self.is_async)
+            self._filler = SuffixFiller(options, req_states, self._feed)
+        req_states.drafting = self
+
+    def begin(self, req_id: str, index: int, prompt_len: int, token_ids: list[int]) -> None:
+        """A request takes its place among the request states, perhaps with some of its output."""
+        self.requests.begin(req_id, index)
+        if self._filler.needs_every_step or self.requests.has_reference(index):
+            self._feed.mirror.add(index, prompt_len, token_ids)
+        else:
+            self._feed.mirror.leave(index)
 
     def fill(
         self, input_batch: Any, model_drafts: torch.Tensor | None, num_sampled: torch.Tensor, width: int
@@ -219,10 +251,19 @@ class Drafting:
         num_steps = 0 if model_drafts is None else model_drafts.shape[1]
         if model_drafts is not None:
             window[:, :num_steps] = model_drafts
-        if width == 0 and not self._filler.needs_every_step:
+        self.requests.count_steps(input_batch, num_sampled)
+        needs_tokens = self._filler.needs_every_step
+        if width == 0 and not needs_tokens:
             return window, self.num_drafts[idx_mapping], self.num_model[idx_mapping]
-        max_drafts = (num_sampled[:num_reqs] > 0).to(torch.int32) * width
-        num_drafts, num_model = self._filler.fill(input_batch, window[:, :width], num_steps, max_drafts)
+        drafts = window[:, :width]
+        max_drafts = self.requests.limit(input_batch, (num_sampled[:num_reqs] > 0).to(torch.int32) * width)
+        arrival = None
+        if needs_tokens or self.requests.references(input_batch):
+            arrival = self._feed.advance(input_batch, drafts, num_steps, max_drafts)
+        num_drafts, num_model = self._filler.fill(input_batch, drafts, num_steps, max_drafts, arrival)
+        num_drafts, num_model = self.requests.put_references_first(
+            input_batch, drafts, num_drafts, num_model, max_drafts
+        )
         window.clamp_(min=0)
         self.num_drafts[idx_mapping] = num_drafts
         self.num_model[idx_mapping] = num_model
@@ -230,7 +271,7 @@ class Drafting:
 
 
 class HistorySpeculator(BaseSpeculator):
-    """Drafts without a model: ngram, suffix, or (naive) nothing at all."""
+    """Drafts without a model: ngram, suffix, or (naive) from the requests' references alone."""
 
     supports_mm_inputs = False
     draft_logits = None

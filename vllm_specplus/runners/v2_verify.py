@@ -153,7 +153,7 @@ class StrategySampler(Sampler):
 
 
 class CountingRejectionSampler(RejectionSampler):
-    """Takes the slots past the drafts that are meant for no drafts."""
+    """Takes the slots past the drafts that are meant for no drafts, and counts what becomes of the others."""
 
     def bind(self, drafting: Any) -> None:
         self._drafting = drafting
@@ -166,10 +166,16 @@ class CountingRejectionSampler(RejectionSampler):
         invalid_drafts: torch.Tensor | None = None,
     ) -> Any:
         """As vLLM's."""
-        if self._drafting is not None:
-            unmeant = self._unmeant(input_batch)
-            invalid_drafts = unmeant if invalid_drafts is None else invalid_drafts | unmeant
-        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        drafting = self._drafting
+        if drafting is None:
+            return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        unmeant = self._unmeant(input_batch)
+        no_drafts = unmeant if invalid_drafts is None else invalid_drafts | unmeant
+        output = super().__call__(logits, input_batch, draft_logits, no_drafts)
+        drafting.requests.count_drafts(
+            input_batch, output.num_sampled, drafting.num_drafts, drafting.num_model, invalid_drafts
+        )
+        return output
 
     def _unmeant(self, input_batch: Any) -> torch.Tensor:
         """[num_rows] bool: the token fed in to get a row stood in a slot that nothing had filled."""

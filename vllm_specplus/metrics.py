@@ -1,0 +1,100 @@
+"""Who drafted what, and what became of it: counts by source and position, and of single requests."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+SOURCES = ("model", "ngram", "suffix", "reference", "unfilled")
+"""Where a draft comes from. ``unfilled``: a slot that vLLM scheduled before it was known that nothing fills it."""
+MODEL, NGRAM, SUFFIX, REFERENCE, UNFILLED = range(len(SOURCES))
+
+_MAX_KEPT = 1024
+
+
+def by_source(counts: np.ndarray) -> dict[str, dict[str, list[int]]]:
+    """``{"drafted": {source: [tokens by position]}, "accepted": ...}``.
+
+    Args:
+        counts: [2, len(SOURCES), K] int, drafted and accepted tokens.
+    """
+    return {
+        what: dict(zip(SOURCES, rows, strict=True))
+        for what, rows in zip(("drafted", "accepted"), counts.tolist(), strict=True)
+    }
+
+
+def count_step(counts: np.ndarray, num_model: int, rest: int, num_drafted: int, num_accepted: int) -> None:
+    """Add one request's step.
+
+    Args:
+        counts: [2, len(SOURCES), K] int64, changed in place.
+        num_model: leading drafts that are the model's.
+        rest: the source of the others.
+        num_drafted, num_accepted: drafts that were verified, and how many of them were accepted.
+    """
+    for row, tokens in zip(counts, (num_drafted, num_accepted), strict=True):
+        row[MODEL, : min(num_model, tokens)] += 1
+        row[rest, num_model:tokens] += 1
+
+
+@dataclass
+class _Kept:
+    live: int = 0
+    is_collected: bool = False
+    parts: list[Any] = field(default_factory=list)
+
+
+class RequestCounts:
+    """Steps and reference drafts of requests that somebody is going to ask about, by the key that they gave.
+
+    Several requests may share a key. What nobody asks for is kept for the last requests that ended, and no more.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def begin(self, key: str) -> None:
+        """One more request of this key runs."""
+        self._kept.setdefault(key, _Kept()).live += 1
+
+    def add(self, key: str, part: Any) -> None:
+        """Add to a key's counts.
+
+        Args:
+            part: [3] int array or tensor: engine steps that gave tokens, reference drafts, those accepted. A tensor
+                is read when the counts are asked for.
+        """
+        if key in self._kept:
+            self._kept[key].parts.append(part)
+
+    def finish(self, key: str) -> None:
+        """A request of this key has ended."""
+        kept = self._kept.get(key)
+        if kept is None:
+            return
+        kept.live -= 1
+        if kept.live <= 0 and kept.is_collected:
+            del self._kept[key]
+        ended = [k for k, other in self._kept.items() if other.live <= 0]
+        for old in ended[:-_MAX_KEPT]:
+            del self._kept[old]
+
+    def collect(self, key: str, live: Iterable[Any] = ()) -> dict[str, int] | None:
+        """A key's counts, to be forgotten when its requests have ended; None if nothing is known of it.
+
+        Args:
+            live: further parts, of requests that run.
+        """
+        kept = self._kept.get(key)
+        if kept is None:
+            return None
+        steps, drafted, accepted = np.sum([[0, 0, 0], *(part.tolist() for part in (*kept.parts, *live))], axis=0)
+        kept.is_collected = True
+        if kept.live <= 0:
+            del self._kept[key]
+        return {"num_steps": int(steps), "accepted": int(accepted), "rejected": int(drafted - accepted)}

@@ -1,0 +1,172 @@
+"""Checks what requests ask of the plugin where vLLM admits them, and turns reference text into tokens.
+
+vLLM asks every logits processor of its config whether a request's parameters are valid, in the process that takes the
+requests. `RequestCheck` answers that question and is no logits processor otherwise: the workers leave it out.
+"""
+
+import copyreg
+from abc import ABCMeta
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from vllm.exceptions import VLLMValidationError
+from vllm.tokenizers import get_tokenizer
+
+from vllm_specplus.request_options import (
+    CARRIED,
+    HANDED_OVER,
+    KEYS,
+    CarriedOptions,
+    RequestError,
+    RequestOptions,
+    handed_over,
+    parse,
+)
+
+
+class _Tokenizer:
+    """The model's tokenizer, for one thread at a time; loaded when it is first needed."""
+
+    def __init__(self, model_config: Any):
+        self._model_config = model_config
+        self._lock = Lock()
+        self._tokenizer: Any = None
+
+    def encode(self, text: str) -> np.ndarray:
+        """[n] int32 tokens, no special ones added.
+
+        Raises:
+            RequestError: the engine runs without a tokenizer.
+        """
+        config = self._model_config
+        if config.skip_tokenizer_init:
+            raise RequestError(
+                "sp_advice_prompt",
+                "a reference text is not allowed with skip_tokenizer_init: give sp_advice_prompt_token_ids",
+            )
+        with self._lock:
+            if self._tokenizer is None:
+                # Not the one that vLLM shares among its threads.
+                self._tokenizer = get_tokenizer(
+                    config.tokenizer,
+                    runner_type=config.runner_type,
+                    tokenizer_mode=config.tokenizer_mode,
+                    revision=config.tokenizer_revision,
+                    trust_remote_code=config.trust_remote_code,
+                )
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+class _Remade(ABCMeta):
+    """Classes that are made for one engine; in another process they are made again."""
+
+    made_from: tuple[Any, ...]
+
+
+copyreg.pickle(_Remade, lambda cls: (_make, cls.made_from))
+
+
+class RequestCheck:
+    """Answers vLLM's question whether a request's parameters are valid, for one engine."""
+
+    model_config: Any
+    drafts: bool
+    tokenizer: _Tokenizer
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Check what a request asks of the plugin, and put what it means for the workers into its ``extra_args``.
+
+        Raises:
+            VLLMValidationError: something in it is not allowed; the message and `parameter` name the field.
+        """
+        extra = sampling_params.extra_args or {}
+        try:
+            carried = cls._carried(extra)
+        except RequestError as error:
+            raise VLLMValidationError(str(error), parameter=error.field) from None
+        if carried is not None or CARRIED in extra:
+            rest = {name: value for name, value in extra.items() if name != CARRIED}
+            sampling_params.extra_args = rest if carried is None else rest | {CARRIED: carried.encode()}
+
+    @classmethod
+    def _carried(cls, extra: dict[str, Any]) -> CarriedOptions | None:
+        key = extra.get(HANDED_OVER)
+        is_handed_over = key in handed_over
+        options = handed_over.get(key) if is_handed_over else parse(extra)
+        if options is not None and not cls.drafts:
+            given = [name for name in KEYS if name in extra] or ["prediction"]
+            raise RequestError(
+                given[0],
+                f"{given[0]} is not allowed: the engine's speculative config has no method with which vllm-specplus "
+                "drafts",
+            )
+        if options is None and not is_handed_over:
+            return None
+        options = options or RequestOptions()
+        return CarriedOptions(
+            token_ids=cls._reference(options),
+            edit=options.edit,
+            max_drafts=options.max_drafts,
+            key=key if is_handed_over else None,
+        )
+
+    @classmethod
+    def _reference(cls, options: RequestOptions) -> np.ndarray | None:
+        if options.text is not None:
+            return cls.tokenizer.encode(options.text)
+        token_ids, vocab_size = options.token_ids, cls.model_config.get_vocab_size()
+        if token_ids is not None and (outside := np.flatnonzero(token_ids >= vocab_size)).size:
+            field = "sp_advice_prompt_token_ids"
+            raise RequestError(
+                field,
+                f"{field}[{outside[0]}]={token_ids[outside[0]]} is not allowed: it must be from 0 to {vocab_size - 1}",
+            )
+        return token_ids
+
+
+def _make(model_config: Any, on_v2: bool, drafts: bool) -> _Remade:
+    if on_v2:
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+    else:
+        from vllm.v1.sample.logits_processor import LogitsProcessor
+    attributes = {
+        "model_config": model_config,
+        "drafts": drafts,
+        "tokenizer": _Tokenizer(model_config),
+        "made_from": (model_config, on_v2, drafts),
+    }
+    return _Remade("EngineRequestCheck", (RequestCheck, LogitsProcessor), attributes)
+
+
+def install(model_config: Any, *, on_v2: bool, drafts: bool) -> None:
+    """Have every request of an engine checked.
+
+    Args:
+        model_config: vLLM's, changed in place.
+        on_v2: the model runner whose requests they are.
+        drafts: whether the plugin drafts in this engine; if not, a request that asks for drafts is refused.
+    """
+    model_config.logits_processors = [*_others(model_config), _make(model_config, on_v2, drafts)]
+
+
+@contextmanager
+def left_out(model_config: Any) -> Iterator[None]:
+    """While the block builds a model runner, its config holds real logits processors only."""
+    saved = model_config.logits_processors
+    model_config.logits_processors = _others(model_config) or None
+    try:
+        yield
+    finally:
+        model_config.logits_processors = saved
+
+
+def _others(model_config: Any) -> list[Any]:
+    return [
+        processor
+        for processor in model_config.logits_processors or ()
+        if not (isinstance(processor, type) and issubclass(processor, RequestCheck))
+    ]

@@ -1,0 +1,106 @@
+"""What the requests of a worker have asked of the plugin, from their first step to their last."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.metrics import RequestCounts
+from vllm_specplus.proposers.reference_text import ReferenceText
+from vllm_specplus.request_options import CARRIED, CarriedOptions
+
+logger = init_logger("vllm.specplus")
+
+
+class LiveRequest:
+    """A request that asked something.
+
+    Attributes:
+        reference: what its output is expected to resemble, or None.
+        max_drafts: at most so many drafts in a step, or None.
+        key: the name under which its counts are kept, or None.
+    """
+
+    def __init__(self, carried: CarriedOptions, options: SpecPlusOptions):
+        self.max_drafts = carried.max_drafts
+        self.key = carried.key
+        self.reference: ReferenceText | None = None
+        if carried.token_ids is not None and carried.max_drafts != 0:
+            self.reference = ReferenceText(
+                carried.token_ids,
+                edit=carried.edit,
+                min_ngram_size=options.min_ngram_size,
+                max_ngram_size=options.max_ngram_size,
+            )
+
+
+class LiveRequests:
+    """The requests of a worker that asked something, by request id.
+
+    Args:
+        options: the plugin's.
+        max_model_len: references are cut to so many tokens.
+        warns: whether this worker logs what is cut, one for all that do the same.
+    """
+
+    def __init__(self, options: SpecPlusOptions, max_model_len: int, *, warns: bool):
+        self._options = options
+        self._max_model_len = max_model_len
+        self._warns = warns
+        self._live: dict[str, LiveRequest] = {}
+        self.counts = RequestCounts()
+
+    def get(self, req_id: str) -> LiveRequest | None:
+        """What a request asked, if anything."""
+        return self._live.get(req_id)
+
+    def items(self) -> Iterable[tuple[str, LiveRequest]]:
+        return self._live.items()
+
+    def begin(self, new_requests: Iterable[Any]) -> None:
+        """Take note of requests that are scheduled for the first time, or again after they were preempted.
+
+        Args:
+            new_requests: vLLM's ``NewRequestData``.
+        """
+        for new in new_requests:
+            extra = getattr(new.sampling_params, "extra_args", None) or {}
+            if new.req_id in self._live or CARRIED not in extra:
+                continue
+            carried = CarriedOptions.decode(extra[CARRIED])
+            self._live[new.req_id] = LiveRequest(self._cut(new.req_id, carried), self._options)
+            if carried.key is not None:
+                self.counts.begin(carried.key)
+
+    def finish(self, req_ids: Iterable[str]) -> None:
+        """Forget requests that have ended."""
+        for req_id in req_ids:
+            live = self._live.pop(req_id, None)
+            if live is not None and live.key is not None:
+                self.counts.finish(live.key)
+
+    def sizes(self) -> dict[str, int]:
+        """How much is held, by kind; zeros when nothing runs and all counts were asked for."""
+        references = sum(live.reference is not None for live in self._live.values())
+        return {"requests": len(self._live), "references": references, "kept_counts": len(self.counts)}
+
+    def _cut(self, req_id: str, carried: CarriedOptions) -> CarriedOptions:
+        token_ids = carried.token_ids
+        if token_ids is None or len(token_ids) <= self._max_model_len:
+            return carried
+        if self._warns:
+            logger.warning(
+                "request %s: its reference of %d tokens is longer than the model length and cut to %d",
+                req_id,
+                len(token_ids),
+                self._max_model_len,
+            )
+        return CarriedOptions(token_ids[: self._max_model_len], carried.edit, carried.max_drafts, carried.key)
+
+
+def limits(live: LiveRequests, req_ids: Iterable[str], width: int) -> np.ndarray:
+    """[B] int64: the drafts that each request allows in a step, at most `width`."""
+    allowed = [asked.max_drafts if (asked := live.get(req_id)) else None for req_id in req_ids]
+    return np.array([width if most is None else min(most, width) for most in allowed], np.int64)

@@ -1,0 +1,88 @@
+"""What single requests ask for, and who drafted what, on vLLM's V1 model runner."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.metrics import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source, count_step
+from vllm_specplus.proposers.history import History
+from vllm_specplus.proposers.hybrid import Drafts
+from vllm_specplus.runners.live_requests import LiveRequests, limits
+
+
+class RequestTracker:
+    """Follows the requests of a runner from step to step; the drafter asks it, the worker tells it."""
+
+    def __init__(self, runner: Any):
+        options: SpecPlusOptions = runner.speculative_config.specplus
+        width = max(options.num_speculative_tokens, 1)
+        self.live = LiveRequests(options, runner.max_model_len, warns=get_tp_group().rank_in_group == 0)
+        self._history_source = SUFFIX if options.matches_suffixes else NGRAM
+        self._counts = np.zeros((2, len(SOURCES), width), np.int64)
+        # Of each request's last drafts: how many were the model's, and the source of the others.
+        self._made: dict[str, tuple[int, int]] = {}
+        # Of each request of the step that runs: the same, and how many drafts are verified.
+        self._verified: dict[str, tuple[int, int, int]] = {}
+
+    def limits(self, req_ids: Sequence[str], width: int) -> np.ndarray:
+        """[B] int64: the drafts that each request allows in a step, at most `width`."""
+        return limits(self.live, req_ids, width)
+
+    def put_references_first(self, history: History, room: np.ndarray, drafts: Drafts) -> None:
+        """Replace drafts by those of the requests' references where they say how the output goes on.
+
+        Args:
+            history: the batch of B requests.
+            room: [B] int, the most drafts of each.
+            drafts: of the batch, changed in place.
+        """
+        for i, req_id in enumerate(history.req_ids):
+            source = self._history_source
+            asked = self.live.get(req_id)
+            if asked is not None and asked.reference is not None and room[i] > 0:
+                output = history.tokens(i)[history.num_prompt_tokens[i] :]
+                found = asked.reference.draft(output, int(room[i]))
+                # What nothing speaks for is better than no drafts only.
+                if len(found) and not (asked.reference.is_guess and drafts.token_ids[i]):
+                    drafts.token_ids[i], drafts.num_model[i] = found.tolist(), 0
+                    source = REFERENCE
+            self._made[req_id] = int(drafts.num_model[i]), source
+
+    def before_step(self, scheduler_output: Any) -> None:
+        """A step begins."""
+        self.live.begin(scheduler_output.scheduled_new_reqs)
+        invalid = scheduler_output.num_invalid_spec_tokens or {}
+        nothing = (0, self._history_source)
+        self._verified = {
+            req_id: (*self._made.get(req_id, nothing), len(drafts) - invalid.get(req_id, 0))
+            for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items()
+        }
+        ended = scheduler_output.finished_req_ids.difference(new.req_id for new in scheduler_output.scheduled_new_reqs)
+        self.live.finish(ended)
+        for req_id in ended:
+            self._made.pop(req_id, None)
+
+    def after_step(self, output: Any) -> None:
+        """A step has given its tokens: vLLM's ``ModelRunnerOutput``."""
+        for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            if not tokens:
+                continue
+            num_model, source, num_drafted = self._verified.get(req_id, (0, self._history_source, 0))
+            num_accepted = len(tokens) - 1
+            count_step(self._counts, num_model, source, num_drafted, num_accepted)
+            asked = self.live.get(req_id)
+            if asked is not None and asked.key is not None:
+                is_reference = source == REFERENCE
+                part = np.array([1, num_drafted * is_reference, num_accepted * is_reference])
+                self.live.counts.add(asked.key, part)
+
+    def stats(self) -> dict[str, Any]:
+        """All counts, and how much is held."""
+        return by_source(self._counts) | {"live": self.live.sizes()}
+
+    def request_stats(self, key: str) -> dict[str, int] | None:
+        """See ``RequestCounts.collect``."""
+        return self.live.counts.collect(key)

@@ -1,0 +1,180 @@
+"""What single requests ask for, and who drafted what, on Model Runner V2.
+
+References are on the host, so a step with one among its requests waits as the suffix trees do (`v2_host`), and their
+drafts come the same way: predicted from the tokens that are there, continued on the device.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.kernels.counts import count_drafts
+from vllm_specplus.kernels.drafts import continue_predictions
+from vllm_specplus.metrics import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source
+from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests, limits
+from vllm_specplus.runners.v2_host import TokenFeed
+
+
+class RequestTracker:
+    """Follows the requests of a runner from step to step; drafting and verification ask it, the worker tells it."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, feed: TokenFeed):
+        options: SpecPlusOptions = vllm_config.speculative_config.specplus
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self._width = vllm_config.speculative_config.num_speculative_tokens
+        self._req_states = req_states
+        self._feed = feed
+        self._history_source = SUFFIX if options.matches_suffixes else NGRAM
+        self.live = LiveRequests(
+            options, vllm_config.model_config.max_model_len, warns=get_tp_group().rank_in_group == 0
+        )
+        self._asked: dict[int, LiveRequest] = {}  # by request state
+        # By request state: the source of drafts that are not the model's.
+        self._rest = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(2, len(SOURCES), self._width, dtype=torch.int64, device=device)
+        # By request state: steps that gave tokens, drafts of the reference, those accepted.
+        self._tallies = torch.zeros(max_num_reqs, 3, dtype=torch.int64, device=device)
+
+    def before_step(self, scheduler_output: Any) -> None:
+        """A step begins."""
+        new_requests = scheduler_output.scheduled_new_reqs
+        self.live.begin(new_requests)
+        self.live.finish(scheduler_output.finished_req_ids.difference(new.req_id for new in new_requests))
+
+    def after_step(self, output: Any) -> None:
+        """Nothing: the device counts."""
+
+    def begin(self, req_id: str, index: int) -> None:
+        """A request takes its place among the request states."""
+        asked = self.live.get(req_id)
+        if asked is not None:
+            self._asked[index] = asked
+            self._tallies[index].zero_()
+
+    def end(self, index: int) -> None:
+        """A request leaves its place, at its end or because it is preempted."""
+        asked = self._asked.pop(index, None)
+        if asked is not None and asked.key is not None:
+            self.live.counts.add(asked.key, self._tallies[index].clone())
+
+    def has_reference(self, index: int) -> bool:
+        """Whether the request of a place has a reference."""
+        return index in self._asked and self._asked[index].reference is not None
+
+    def references(self, input_batch: Any) -> dict[int, LiveRequest]:
+        """The requests of the batch that have a reference, by their place in the batch."""
+        if not self._asked:
+            return {}
+        indices = input_batch.idx_mapping_np.tolist()
+        return {i: self._asked[index] for i, index in enumerate(indices) if self.has_reference(index)}
+
+    def limit(self, input_batch: Any, max_drafts: torch.Tensor) -> torch.Tensor:
+        """[B] int32: `max_drafts`, or less where a request allows no more."""
+        if not self._asked:
+            return max_drafts
+        allowed = limits(self.live, input_batch.req_ids, self._width)
+        if np.all(allowed == self._width):
+            return max_drafts
+        return torch.minimum(max_drafts, self._feed.to_device(allowed.astype(np.int32)))
+
+    def count_steps(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
+        """Count the step for the requests that got tokens in it; `num_sampled`: [B] int32."""
+        if self._asked:
+            idx_mapping = input_batch.idx_mapping
+            self._tallies[:, 0].index_add_(0, idx_mapping, (num_sampled[: len(idx_mapping)] > 0).to(torch.int64))
+
+    def put_references_first(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_drafts: torch.Tensor,
+        num_model: torch.Tensor,
+        max_drafts: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replace drafts by those of the requests' references where they say how the output goes on.
+
+        Args:
+            input_batch: vLLM's.
+            drafts: [B, K] int64, changed in place.
+            num_drafts, num_model: [B] int32.
+            max_drafts: [B] int32, the longest list each request may get.
+
+        Returns:
+            The new `num_drafts` and `num_model`.
+        """
+        idx_mapping = input_batch.idx_mapping
+        referenced = self.references(input_batch)
+        if not referenced or drafts.shape[1] == 0:
+            self._rest[idx_mapping] = self._history_source
+            return num_drafts, num_model
+
+        indices, mirror, to_device = input_batch.idx_mapping_np, self._feed.mirror, self._feed.to_device
+        predicted = np.full((len(indices), self._feed.reach), -1, np.int32)
+        num_predicted = np.zeros(len(indices), np.int32)
+        is_guess = np.zeros(len(indices), bool)
+        for i, asked in referenced.items():
+            assert asked.reference is not None
+            found = asked.reference.draft(mirror.output(indices[i]), self._feed.reach)
+            predicted[i, : len(found)] = found
+            num_predicted[i] = len(found)
+            is_guess[i] = asked.reference.is_guess
+        base_len = to_device(mirror.num_tokens[indices].astype(np.int32))
+        continued = torch.empty_like(drafts)
+        num_continued, none = continue_predictions(
+            self._req_states.all_token_ids.gpu,
+            self._req_states.total_len.gpu,
+            idx_mapping,
+            continued,
+            to_device(predicted),
+            to_device(num_predicted),
+            base_len,
+            torch.zeros_like(num_drafts),
+            num_model_steps=0,
+            max_drafts=max_drafts,
+        )
+        # What nothing speaks for, no token that has come since either, is better than no drafts only.
+        is_blind = to_device(is_guess) & (self._req_states.total_len.gpu[idx_mapping] == base_len) & (num_drafts > 0)
+        is_first = (num_continued > 0) & ~is_blind
+        drafts.copy_(torch.where(is_first[:, None], continued, drafts))
+        self._rest[idx_mapping] = torch.where(is_first, REFERENCE, self._history_source).to(torch.int32)
+        return torch.where(is_first, num_continued, num_drafts), torch.where(is_first, none, num_model)
+
+    def count_drafts(
+        self,
+        input_batch: Any,
+        num_sampled: torch.Tensor,
+        num_drafts: torch.Tensor,
+        num_model: torch.Tensor,
+        invalid: torch.Tensor | None,
+    ) -> None:
+        """Count what became of a step's drafts.
+
+        Args:
+            input_batch: vLLM's.
+            num_sampled: [B] int32 tokens that each request got.
+            num_drafts, num_model: [max_num_reqs] int32 by request state.
+            invalid: [num_rows] bool, rows whose draft a grammar forbids, or None.
+        """
+        count_drafts(
+            self._counts,
+            self._tallies,
+            num_sampled,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            num_drafts,
+            num_model,
+            self._rest,
+            invalid,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """All counts, and how much is held; waits for the device."""
+        return by_source(self._counts.cpu().numpy()) | {"live": self.live.sizes()}
+
+    def request_stats(self, key: str) -> dict[str, int] | None:
+        """See ``RequestCounts.collect``; waits for the device."""
+        running = [self._tallies[index] for index, asked in self._asked.items() if asked.key == key]
+        return self.live.counts.collect(key, running)
