@@ -35,6 +35,10 @@ class _Tokenizer:
         self._lock = Lock()
         self._tokenizer: Any = None
 
+    def __reduce__(self) -> Any:
+        # A lock stays in its process.
+        return _Tokenizer, (self._model_config,)
+
     def encode(self, text: str) -> np.ndarray:
         """[n] int32 tokens, no special ones added.
 
@@ -61,7 +65,7 @@ class _Tokenizer:
 
 
 class _Remade(ABCMeta):
-    """Classes that are made for one engine; in another process they are made again."""
+    """Classes that are made for one engine; pickle makes them again (cloudpickle takes any class to pieces)."""
 
     made_from: tuple[Any, ...]
 

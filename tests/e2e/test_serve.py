@@ -1,20 +1,14 @@
 """`vllm serve` as a user starts it, asked by the stock openai client."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
 
-START_SECONDS = 240
+from tests.e2e.serving import Server, serve
+
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a"
 CONFIG = {
     "method": "mtp",
@@ -24,56 +18,16 @@ CONFIG = {
     "verify_strategy": "target_match",
 }
 
-OPTIONS = [
-    *("--served-model-name", "tiny", "--host", "127.0.0.1", "--max-model-len", "512", "--enforce-eager"),
-    *("--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--speculative-config", json.dumps(CONFIG)),
-]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
 
 @pytest.fixture(scope="module")
-def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """The base address of a server, and its log."""
-    log = tmp_path_factory.mktemp("serve") / "log"
-    address = f"http://127.0.0.1:{(port := free_port())}"
-    # As a user starts it: the engine in processes of its own.
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment["VLLM_LOGGING_LEVEL"] = "INFO"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [Path(sys.executable).with_name("vllm"), "serve", tiny, "--port", str(port), *OPTIONS],
-            env=environment,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            wait_until_healthy(address, process, log)
-            yield address, log
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    pytest.fail(f"not healthy after {START_SECONDS} s: {log.read_text()[-4000:]}")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tiny, tmp_path_factory.mktemp("serve"), "--speculative-config", json.dumps(CONFIG)) as running:
+        yield running
 
 
 @pytest.fixture
-def client(server: tuple[str, Path]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
 
 
 def test_completions_streaming_and_not(client: openai.OpenAI) -> None:
@@ -106,15 +60,7 @@ def test_chat_streaming_and_not(client: openai.OpenAI) -> None:
     assert text == whole.choices[0].message.content
 
 
-def test_metrics_and_log(client: openai.OpenAI, server: tuple[str, Path]) -> None:
+def test_metrics_and_log(client: openai.OpenAI, server: Server) -> None:
     client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20)
-    address, log = server
-    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
-        metrics = answer.read().decode()
-    drafted = [
-        float(line.split()[-1])
-        for line in metrics.splitlines()
-        if line.startswith("vllm:spec_decode_num_draft_tokens_total")
-    ]
-    assert sum(drafted) > 0
-    assert log.read_text().count("resolved speculative config") == 1
+    assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
+    assert server.log().count("resolved speculative config") == 1

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.e2e.engines import PROMPTS, Engine, engine
+from tests.e2e.references import ask, stats
 
 # A step takes a tenth of a second and more under the interpreter, so texts are short and few.
 FEW = PROMPTS[:4]
@@ -29,12 +30,12 @@ def elsewhere(
     sampling: dict[str, Any] | None = None,
     **args: Any,
 ) -> dict[str, Any]:
-    """What an engine in another process does: ``{"tokens": ..., "drafted": ..., "accepted": ...}``.
+    """What an engine in another process does: ``{"tokens": ..., "drafted": ..., "accepted": ..., "stats": ...}``.
 
     Args:
         runner: 1 or 2, the model runner.
         model, config, args: of the engine. ``async_scheduling=True`` holds, though vLLM has it off on a CPU.
-        prompts, sampling: of the requests; ``json`` is a schema of the output.
+        prompts, sampling: of the requests; ``json`` is a schema of the output, ``extra`` each one's ``extra_args``.
     """
     env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
     if runner == 1:
@@ -72,10 +73,12 @@ def main() -> None:
         sampling["structured_outputs"] = StructuredOutputsParams(json=sampling.pop("json"))
     with engine(Path(model), config, **args) as e:
         scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler
-        result: dict[str, Any] = {"tokens": tokens(e, prompts, **sampling), "scheduler": type(scheduler).__name__}
+        extra = sampling.pop("extra", None)
+        found = ask(e, prompts, extra, **sampling) if extra else tokens(e, prompts, **sampling)
+        result: dict[str, Any] = {"tokens": found, "scheduler": type(scheduler).__name__}
         if config is not None:
             counts = e.counts()
-            result |= {"drafted": counts.drafted, "accepted": counts.accepted}
+            result |= {"drafted": counts.drafted, "accepted": counts.accepted, "stats": stats(e)}
     print(json.dumps(result))
 
 

@@ -1,0 +1,63 @@
+"""Requests with references, and what must hold of them with any proposer on either model runner."""
+
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+
+from tests.e2e.engines import PROPOSERS, Engine, speculative
+
+# Every way of drafting that is the plugin's.
+DRAFTING = PROPOSERS.keys() - {"mtp"}
+
+
+def config_of(proposer: str, draft: Path, **more: Any) -> dict[str, Any]:
+    """As `speculative`, with a window where only references draft."""
+    window = {"num_speculative_tokens": 12} if proposer == "naive" else {}
+    return speculative(proposer, draft, **window, **more)
+
+
+def asking(base: list[list[int]]) -> list[dict[str, Any]]:
+    """What requests may ask, one for each of the texts that are going to come, and the same again.
+
+    The references are a text as it will be, with a few tokens changed, another request's text, and none.
+    """
+    edited = list(base[1])
+    edited[4:6], edited[10:10] = [], list(b"xyz")
+    text = bytes(token for token in base[2] if token < 128).decode()
+    return [
+        {"sp_advice_prompt_token_ids": base[0]},
+        {"sp_advice_prompt_token_ids": edited, "sp_edit": 1},
+        {"prediction": {"type": "content", "content": text}},
+        {"spec_tokens": 0, "sp_advice_prompt_token_ids": base[3]},
+        {"spec_tokens": 2, "sp_advice_prompt_token_ids": base[0]},
+        {"sp_advice_prompt_token_ids": base[2], "sp_edit": 1},
+        {"sp_advice_prompt_token_ids": []},
+        {},
+    ]
+
+
+def ask(e: Engine, prompts: list[list[int]], extra: list[dict[str, Any]], **sampling: Any) -> list[list[int]]:
+    """The token ids of each prompt's completion, all asked at once."""
+    params = [
+        SamplingParams(**{"temperature": 0.0, "ignore_eos": True} | sampling, extra_args=more or None) for more in extra
+    ]
+    results = e.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [list(r.outputs[0].token_ids) for r in results]
+
+
+def stats(e: Engine) -> dict[str, Any]:
+    """The worker's counts."""
+    (counts,) = e.llm.collective_rpc("specplus_stats")
+    return counts
+
+
+def check_sums(e: Engine) -> dict[str, int]:
+    """Check the counts by source against vLLM's own counters; returns the accepted tokens of each source."""
+    found, vllm = stats(e), e.counts()
+    assert sum(map(sum, found["drafted"].values())) == vllm.drafted
+    accepted = [sum(column) for column in zip(*found["accepted"].values(), strict=True)]
+    assert accepted == vllm.by_position
+    assert sum(accepted) == vllm.accepted
+    assert not any(found["accepted"]["unfilled"])
+    return {source: sum(row) for source, row in found["accepted"].items()}

@@ -1,0 +1,85 @@
+"""`vllm serve` as a user starts it."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+_START_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    address: str
+    log_file: Path
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"{self.address}{path}", timeout=60) as answer:
+            return answer.read().decode()
+
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def metric(self, name: str) -> float:
+        """The sum of all samples of a metric."""
+        lines = (line for line in self.get("/metrics").splitlines() if line.startswith(name))
+        return sum(float(line.split()[-1]) for line in lines if line[len(name)] in "{ ")
+
+
+@contextmanager
+def serve(model: Path, folder: Path, *options: str, **environment: str) -> Iterator[Server]:
+    """Start a server of `model`, called "tiny", wait until it answers, and take it down again.
+
+    Args:
+        folder: where its log goes.
+        options: of the command, after those that a machine with no GPU needs.
+        environment: variables that it gets besides those of this process.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    server = Server(f"http://127.0.0.1:{port}", folder / "log")
+    common = ("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port, "--max-model-len", "512")
+    common += ("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20))
+    # As a user starts it: the engine in processes of its own.
+    inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    with server.log_file.open("w") as out:
+        process = subprocess.Popen(
+            [Path(sys.executable).with_name("vllm"), "serve", model, *common, *options],
+            env={**inherited, "VLLM_LOGGING_LEVEL": "INFO", **environment},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            _wait_until_healthy(server, process)
+            yield server
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, server.log()[-4000:]
+        try:
+            server.get("/health")
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    pytest.fail(f"not healthy after {_START_SECONDS} s: {server.log()[-4000:]}")

@@ -1,0 +1,203 @@
+"""References over HTTP, with the stock openai client: predicted outputs, counts, and what a server under load keeps."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.serving import Server, serve
+
+CONFIG = {"method": "mtp", "num_speculative_tokens": 8, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
+PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 60}
+MARK = "zq-reference-zq"
+
+
+@pytest.fixture(scope="module")
+def server(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With the middleware by both ways, and a KV cache for a few requests only."""
+    options = ["--speculative-config", json.dumps(CONFIG), "--middleware", "vllm_specplus.requests.PredictedOutputs"]
+    options += ["--num-gpu-blocks-override", "24", "--block-size", "32", "--enable-log-requests"]
+    with serve(trained, tmp_path_factory.mktemp("serve"), *options, VLLM_PLUGINS="specplus") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    request = GREEDY | {"messages": MESSAGES, "extra_body": {"ignore_eos": True}}
+    plain = client.chat.completions.create(**request)
+    text = plain.choices[0].message.content
+    assert plain.usage.completion_tokens_details is None
+    for content in (text, [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]):
+        predicted = client.chat.completions.create(**request, prediction={"type": "content", "content": content})
+        assert predicted.choices[0].message.content == text
+        details = predicted.usage.completion_tokens_details
+        # All but what came with them, one token a step.
+        assert 60 * 8 // 9 - 1 <= details.accepted_prediction_tokens < 60
+        assert details.rejected_prediction_tokens <= 8
+    wrong = client.chat.completions.create(**request, prediction={"type": "content", "content": "#" * 200})
+    assert wrong.choices[0].message.content == text
+    assert wrong.usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
+def test_chat_stream(client: openai.OpenAI) -> None:
+    request = GREEDY | {"messages": MESSAGES, "extra_body": {"ignore_eos": True}, "stream": True}
+    text = "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(**request))
+    request["prediction"] = {"type": "content", "content": text}
+    chunks = list(client.chat.completions.create(**request, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert [bool(c.usage) for c in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].usage.completion_tokens_details.accepted_prediction_tokens > 40
+    # Fewer chunks than tokens: a chunk is a step.
+    assert len(chunks) < 20
+    unasked = list(client.chat.completions.create(**request))
+    assert not any(c.usage for c in unasked)
+
+
+def test_completions_and_xargs(client: openai.OpenAI) -> None:
+    request = GREEDY | {"prompt": PROMPT}
+    plain = client.completions.create(**request, extra_body={"ignore_eos": True})
+    text = plain.choices[0].text
+    for extra in (
+        {"prediction": {"type": "content", "content": text}},
+        {"vllm_xargs": {"sp_advice_prompt": text, "sp_edit": 1}},
+        {"vllm_xargs": {"sp_advice_prompt_token_ids": list(text.encode())}},
+    ):
+        for prompts in ([PROMPT], [PROMPT] * 2):
+            found = client.completions.create(**GREEDY, prompt=prompts, extra_body={"ignore_eos": True, **extra})
+            assert [choice.text for choice in found.choices] == [text] * len(prompts)
+            details = found.usage.completion_tokens_details
+            assert 50 * len(prompts) < details.accepted_prediction_tokens < 60 * len(prompts)
+    several = client.completions.create(
+        **request | {"temperature": 0.1}, n=3, extra_body={"prediction": {"type": "content", "content": text}}
+    )
+    assert len(several.choices) == 3
+    details = several.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 60
+    limited = client.completions.create(
+        **request, extra_body={"ignore_eos": True, "vllm_xargs": {"spec_tokens": 0}, "aux_info": True}
+    )
+    assert limited.choices[0].text == text
+    assert limited.aux_info["iter_count"] == 60
+
+
+@pytest.mark.every_version
+def test_aux_info(client: openai.OpenAI) -> None:
+    request = GREEDY | {"messages": MESSAGES, "extra_body": {"ignore_eos": True, "aux_info": True}}
+    whole = client.chat.completions.create(**request)
+    aux = whole.aux_info
+    assert set(aux) == {"iter_count", "output_len", "avg_tokens_per_iter", "cost_time"}
+    assert aux["output_len"] == 60
+    assert 60 / 9 <= aux["iter_count"] <= 60
+    assert aux["avg_tokens_per_iter"] == aux["output_len"] / aux["iter_count"]
+    assert 0 < aux["cost_time"] < 60_000
+    predicted = client.chat.completions.create(
+        **request, prediction={"type": "content", "content": whole.choices[0].message.content}
+    )
+    assert predicted.aux_info["iter_count"] <= 9 < aux["iter_count"]
+    *chunks, last = client.chat.completions.create(**request, stream=True)
+    assert last.choices == []
+    assert last.usage is None
+    assert last.aux_info["output_len"] == 60
+    assert not any(hasattr(chunk, "aux_info") for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({"prediction": {"type": "text"}}, "prediction"),
+        ({"prediction": {"type": "content", "content": [{"type": "text"}]}}, "prediction"),
+        ({"aux_info": "yes"}, "aux_info"),
+        ({"vllm_xargs": {"sp_edit": 3, "sp_advice_prompt": "x"}}, "sp_edit"),
+        ({"vllm_xargs": {"sp_advice_prompt": 3}}, "sp_advice_prompt"),
+        ({"vllm_xargs": {"spec_tokens": "many"}}, "spec_tokens"),
+        ({"vllm_xargs": {"sp_advice_prompt_token_ids": [1, 320]}}, "sp_advice_prompt_token_ids"),
+    ],
+)
+def test_bad_input(extra: dict[str, Any], field: str, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=field) as refused:
+        client.chat.completions.create(**GREEDY, messages=MESSAGES, extra_body=extra)
+    assert refused.value.status_code == 400
+    assert refused.value.param == field
+
+
+@pytest.mark.every_version
+def test_counts_agree_with_vllms(client: openai.OpenAI, server: Server) -> None:
+    client.completions.create(**GREEDY, prompt=PROMPT, extra_body={"prediction": {"type": "content", "content": "a"}})
+    totals = json.loads(server.get("/specplus/stats"))["totals"]
+    assert {"model", "ngram", "reference"} <= {source for source, row in totals.items() if row["drafted"]}
+    for what, name in (("drafted", "draft"), ("accepted", "accepted")):
+        counted = sum(row[what] for row in totals.values())
+        assert counted == server.metric(f"vllm:spec_decode_num_{name}_tokens_total")
+        exported = [line for line in server.get("/specplus/metrics").splitlines() if line.startswith("specplus:")]
+        samples = [line for line in exported if line.startswith(f"specplus:{name}_tokens_total{{")]
+        assert sum(float(line.split()[-1]) for line in samples) == counted
+
+
+def test_under_load(server: Server) -> None:
+    """32 requests at once, with references right and wrong and without, some cancelled, some preempted."""
+    prompts = [f"{PROMPT}\n\n# {k}\ndef f{k}(a):\n    " for k in range(8)]
+    client = server.client()
+    request = GREEDY | {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
+    texts = [client.completions.create(**request, prompt=p, extra_headers={}).choices[0].text for p in prompts]
+    preempted = server.metric("vllm:num_preemptions_total")
+
+    async def one(open_client: openai.AsyncOpenAI, k: int) -> None:
+        prompt, text = prompts[k % 8], texts[k % 8]
+        ways: list[dict[str, Any]] = [
+            {},
+            {"prediction": {"type": "content", "content": text}},
+            {"prediction": {"type": "content", "content": MARK + texts[(k + 1) % 8]}, "aux_info": True},
+            {"vllm_xargs": {"sp_advice_prompt": text[:30] + MARK + text[40:], "sp_edit": 1}},
+        ]
+        body = {"ignore_eos": True, **ways[k // 8]}
+        is_cancelled = k % 8 == 5
+        if k % 2 == 0:
+            found = await open_client.completions.create(**request | {"extra_body": body}, prompt=prompt)
+            assert found.choices[0].text == text
+            return
+        stream = await open_client.completions.create(**request | {"extra_body": body}, prompt=prompt, stream=True)
+        came = ""
+        async for chunk in stream:
+            came += "".join(choice.text for choice in chunk.choices)
+            if is_cancelled:
+                break
+        await stream.close()
+        assert text.startswith(came)
+        assert is_cancelled or came == text
+
+    async def all_at_once() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as open_client:
+            await asyncio.gather(*(one(open_client, k) for k in range(32)))
+
+    asyncio.run(all_at_once())
+    assert server.metric("vllm:num_preemptions_total") > preempted
+    # One more, that cancelled requests leave the workers before it ends.
+    assert client.completions.create(**request, prompt=prompts[0]).choices[0].text == texts[0]
+    assert json.loads(server.get("/specplus/stats"))["live"] == {"requests": 0, "references": 0, "kept_counts": 0}
+
+
+def test_no_reference_text_is_logged(client: openai.OpenAI, server: Server) -> None:
+    """Not even where the parameters of requests are."""
+    for extra in (
+        {"prediction": {"type": "content", "content": MARK}},
+        {"vllm_xargs": {"sp_advice_prompt": MARK}},
+        {"prediction": {"type": "content", "content": MARK * 100}},
+    ):
+        client.completions.create(**GREEDY, prompt=PROMPT, extra_body=extra)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**GREEDY, prompt=PROMPT, extra_body={"prediction": {"type": MARK}})
+    assert MARK not in str(refused.value)
+    log = server.log()
+    assert "SamplingParams(" in log
+    assert MARK not in log
+    assert "its reference of 1500 tokens is longer than the model length and cut to 512" in log

@@ -1,0 +1,151 @@
+"""References and limits that requests bring, on the V1 model runner."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from tests.e2e.engines import PROMPTS, engine, marked, target
+from tests.e2e.references import DRAFTING, ask, asking, check_sums, config_of, stats
+
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def base(tiny: Path, trained: Path) -> dict[Path, list[list[int]]]:
+    """The texts without speculation, by model."""
+    texts = {}
+    for model in (tiny, trained):
+        with engine(model) as e:
+            texts[model] = e.tokens(PROMPTS[:4], max_tokens=TOKENS)
+    return texts
+
+
+@pytest.mark.parametrize("proposer", marked(sorted(DRAFTING), {"mtp_ngram", "naive"}))
+def test_greedy_text_is_the_text_without_speculation(
+    proposer: str, tiny: Path, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
+) -> None:
+    model = target(proposer, tiny, trained)
+    texts = base[model]
+    with engine(model, config_of(proposer, draft)) as e:
+        assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=TOKENS) == texts * 2
+        accepted = check_sums(e)
+    # Four of the eight references are the very text, and one is nearly.
+    assert accepted["reference"] > TOKENS
+    assert accepted["unfilled"] == 0
+
+
+@pytest.mark.parametrize("proposer", ["naive", "mtp_ngram", "suffix"])
+def test_steps_are_saved(proposer: str, trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
+    """A text that is all in the reference takes one step for each window and one for the first token."""
+    config = config_of(proposer, draft)
+    window = config["num_speculative_tokens"]
+    with engine(trained, config) as e:
+        for extra in ({"sp_edit": 0}, {"sp_edit": 1}):
+            before = e.counts().drafts
+            extra["sp_advice_prompt_token_ids"] = base[trained][0]
+            ask(e, PROMPTS[:1], [extra], max_tokens=TOKENS)
+            assert e.counts().drafts - before == -(-(TOKENS - 1) // (window + 1))
+
+
+def test_window_of_128(trained: Path, base: dict[Path, list[list[int]]]) -> None:
+    with engine(trained, {"method": "naive", "num_speculative_tokens": 128}, max_model_len=1024) as e:
+        (text,) = ask(e, PROMPTS[:1], [{}], max_tokens=300)
+        assert e.counts().drafts == 0
+        assert ask(e, PROMPTS[:1], [{"sp_advice_prompt_token_ids": text}], max_tokens=300) == [text]
+        # 1 + 129 + 129 + 41 tokens, and one that is one too many.
+        assert (e.counts().drafts, e.counts().accepted) == (3, 128 + 128 + 41)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_spec_tokens(limit: int, trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
+    with engine(trained, config_of("mtp_ngram", draft)) as e:
+        assert ask(e, PROMPTS[:4], [{"spec_tokens": limit}] * 4, max_tokens=TOKENS) == base[trained]
+        assert e.counts().drafted <= limit * e.counts().drafts
+        assert (e.counts().drafted > 0) == (limit > 0)
+        positions = [n for n, count in enumerate(stats(e)["drafted"]["model"]) if count]
+        assert positions == list(range(min(limit, 2)))
+
+
+def test_a_reference_drafts_for_its_own_request_alone(trained: Path, base: dict[Path, list[list[int]]]) -> None:
+    """The same text asked by another request, beside it and after it, gets no drafts."""
+    reference = {"sp_advice_prompt_token_ids": base[trained][0]}
+    with engine(trained, {"method": "naive", "num_speculative_tokens": 4}) as e:
+        ask(e, PROMPTS[:1], [reference], max_tokens=TOKENS)
+        alone = e.counts().drafted
+        ask(e, [PROMPTS[0]] * 3, [{}, reference, {}], max_tokens=TOKENS)
+        assert e.counts().drafted == 2 * alone
+        ask(e, PROMPTS[:1], [{}], max_tokens=TOKENS)
+        assert e.counts().drafted == 2 * alone
+        assert stats(e)["live"] == {"requests": 0, "references": 0, "kept_counts": 0}
+
+
+@pytest.mark.parametrize("proposer", ["naive", "mtp_ngram"])
+def test_preempted_requests_go_on_with_their_reference(
+    proposer: str, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
+) -> None:
+    texts = base[trained]
+    config = config_of(proposer, draft)
+    # Eight requests of five blocks each have room for three at a time.
+    with engine(trained, config, num_gpu_blocks_override=16, block_size=32, max_model_len=256) as e:
+        assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=TOKENS) == texts * 2
+        preempted = next(m for m in e.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        assert preempted.value > 0
+        assert check_sums(e)["reference"] > TOKENS
+
+
+@pytest.mark.parametrize("proposer", ["naive", "mtp_ngram"])
+def test_seeded_text_is_the_text_without_speculation(proposer: str, trained: Path, draft: Path) -> None:
+    sampled = {"temperature": 0.8, "seed": 7, "max_tokens": TOKENS}
+    target_match = {"verify_strategy": "target_match"}
+    with engine(trained, {"method": "naive", **target_match}) as e:
+        texts = ask(e, PROMPTS[:4], [{}] * 4, **sampled)
+    with engine(trained, config_of(proposer, draft, **target_match)) as e:
+        assert ask(e, PROMPTS[:4] * 2, asking(texts), **sampled) == texts * 2
+        assert check_sums(e)["reference"] > TOKENS
+
+
+def test_a_reference_longer_than_the_model(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine(trained, {"method": "naive", "num_speculative_tokens": 8}, max_model_len=128) as e:
+        (text,) = ask(e, PROMPTS[:1], [{}], max_tokens=20)
+        reference = (text * 20)[:300]
+        assert ask(e, PROMPTS[:1], [{"sp_advice_prompt_token_ids": reference}], max_tokens=20) == [text]
+    assert "its reference of 300 tokens is longer than the model length and cut to 128" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"sp_edit": 2}, "sp_edit=2 is not allowed: it must be 0 or 1"),
+        ({"spec_tokens": -1}, "spec_tokens=-1 is not allowed: it must be an integer of 0 or more"),
+        ({"sp_advice_prompt": 5}, "sp_advice_prompt is not allowed: it must be text"),
+        ({"sp_advice_prompt_token_ids": [5, 320]}, r"sp_advice_prompt_token_ids\[1\]=320 is not allowed.* to 319"),
+        ({"prediction": "text"}, "prediction is not allowed: it must be"),
+        ({"sp_advice_prompt": "a", "sp_advice_prompt_token_ids": [1]}, "a request has one reference"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_else(
+    extra: dict[str, Any], words: str, naive: Any, base: dict[Path, list[list[int]]], trained: Path
+) -> None:
+    with pytest.raises(VLLMValidationError, match=words):
+        ask(naive, PROMPTS[:1], [extra], max_tokens=4)
+    assert ask(naive, PROMPTS[:1], [{}], max_tokens=4) == [base[trained][0][:4]]
+
+
+@pytest.fixture(scope="module")
+def naive(trained: Path) -> Any:
+    with engine(trained, {"method": "naive", "num_speculative_tokens": 4}) as e:
+        yield e
+
+
+def test_an_engine_that_does_not_draft_from_text(tiny: Path) -> None:
+    config = {"method": "mtp", "num_speculative_tokens": 2, "verify_strategy": "topp"}
+    with engine(tiny, config) as e:
+        with pytest.raises(
+            VLLMValidationError, match="sp_edit is not allowed: the engine's speculative config has no method"
+        ):
+            e.llm.generate("x", SamplingParams(extra_args={"sp_edit": 0}), use_tqdm=False)
+        assert len(e.tokens(PROMPTS[:1], max_tokens=4)[0]) == 4
+        assert e.llm.collective_rpc("specplus_stats") == [None]

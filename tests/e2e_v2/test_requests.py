@@ -1,0 +1,115 @@
+"""References and limits that requests bring, on Model Runner V2."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engines import PROMPTS, engine, marked, target
+from tests.e2e.references import DRAFTING, ask, asking, check_sums, config_of, stats
+from tests.e2e_v2.engines import FEW, elsewhere, tokens
+
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def base(tiny: Path, trained: Path) -> dict[Path, list[list[int]]]:
+    """The texts without speculation, by model."""
+    texts = {}
+    for model in (tiny, trained):
+        with engine(model) as e:
+            texts[model] = tokens(e, max_tokens=TOKENS)
+    return texts
+
+
+@pytest.mark.parametrize("proposer", marked(sorted(DRAFTING), {"mtp_ngram"}))
+def test_greedy_text_is_the_text_without_speculation(
+    proposer: str, tiny: Path, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
+) -> None:
+    model = target(proposer, tiny, trained)
+    with engine(model, config_of(proposer, draft)) as e:
+        assert ask(e, FEW * 2, asking(base[model]), max_tokens=TOKENS) == base[model] * 2
+        accepted = check_sums(e)
+        tokens(e, FEW[:1], max_tokens=2)
+        assert stats(e)["live"] == {"requests": 0, "references": 0, "kept_counts": 0}
+    assert accepted["reference"] > TOKENS
+    assert accepted["unfilled"] == 0
+
+
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "suffix"])
+def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
+    """The host has the tokens of the step before, and the device goes on from what it predicts."""
+    texts = base[trained]
+    sampling = {"max_tokens": TOKENS, "extra": asking(texts)}
+    result = elsewhere(2, trained, config_of(proposer, draft), FEW * 2, sampling, async_scheduling=True)
+    assert result["scheduler"] == "AsyncScheduler"
+    assert result["tokens"] == texts * 2
+    counts = result["stats"]
+    assert sum(counts["accepted"]["reference"]) > TOKENS
+    assert sum(counts["accepted"]["unfilled"]) == 0
+    # The scheduler throws away what a request gets past its end, and the device has counted it.
+    assert 0 <= sum(map(sum, counts["accepted"].values())) - result["accepted"] <= 8 * 13
+
+
+def test_steps_under_asynchronous_scheduling(trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
+    """A text that is all in the reference takes a step for each window, and one that the scheduler may throw away."""
+    sampling = {"max_tokens": TOKENS, "extra": asking(base[trained])[:1]}
+    result = elsewhere(2, trained, config_of("naive", draft), FEW[:1], sampling, async_scheduling=True)
+    assert result["tokens"] == base[trained][:1]
+    drafted = result["stats"]["drafted"]["reference"]
+    needed = -(-(TOKENS - 1) // (len(drafted) + 1))
+    assert needed <= drafted[0] <= needed + 1
+
+
+def test_limits_and_isolation(trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
+    with engine(trained, config_of("mtp_ngram", draft)) as e:
+        assert ask(e, FEW, [{"spec_tokens": 0}] * 4, max_tokens=TOKENS) == base[trained]
+        assert e.counts().drafted == 0
+        assert ask(e, FEW, [{"spec_tokens": 1}] * 4, max_tokens=TOKENS) == base[trained]
+        assert e.counts().drafted == e.counts().drafts > 0
+    reference = {"sp_advice_prompt_token_ids": base[trained][0]}
+    with engine(trained, config_of("naive", draft)) as e:
+        ask(e, FEW[:1], [reference], max_tokens=TOKENS)
+        alone = e.counts().drafted
+        assert alone > 0
+        ask(e, [FEW[0]] * 3, [{}, reference, {}], max_tokens=TOKENS)
+        assert e.counts().drafted == 2 * alone
+        # In the places of requests that had one.
+        ask(e, [FEW[0]] * 3, [{}] * 3, max_tokens=TOKENS)
+        assert e.counts().drafted == 2 * alone
+
+
+@pytest.mark.parametrize("proposer", ["naive", "mtp_ngram"])
+def test_seeded_text_is_the_text_without_speculation(proposer: str, trained: Path, draft: Path) -> None:
+    sampled = {"temperature": 0.8, "seed": 7, "max_tokens": TOKENS}
+    with engine(trained) as e:
+        texts = ask(e, FEW, [{}] * 4, **sampled)
+    with engine(trained, config_of(proposer, draft, verify_strategy="target_match")) as e:
+        assert ask(e, FEW * 2, asking(texts), **sampled) == texts * 2
+        assert check_sums(e)["reference"] > TOKENS
+
+
+def test_preempted_requests_go_on_with_their_reference(
+    trained: Path, draft: Path, base: dict[Path, list[list[int]]]
+) -> None:
+    prompts = [prompt[:60] for prompt in PROMPTS[:4]]
+    limits = {"block_size": 32, "max_model_len": 128}
+    with engine(trained, **limits) as e:
+        texts = tokens(e, prompts, max_tokens=60)
+    with engine(trained, config_of("mtp_ngram", draft), num_gpu_blocks_override=10, **limits) as e:
+        assert ask(e, prompts * 2, asking(texts), max_tokens=60) == texts * 2
+        preempted = next(m for m in e.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        assert preempted.value > 0
+        assert check_sums(e)["reference"] > 60
+
+
+def test_sampled_drafts_beside_references(trained: Path, draft: Path) -> None:
+    """vLLM's own verification of drafts that a model sampled; those of a reference were not."""
+    config = config_of("mtp_ngram", draft, draft_sample_method="probabilistic")
+    sampled: dict[str, Any] = {"temperature": 0.7, "max_tokens": TOKENS}
+    with engine(trained, config) as e:
+        texts = ask(e, FEW, [{}] * 4, seed=3, **sampled)
+        ask(e, FEW * 2, asking(texts), seed=3, **sampled)
+        accepted = check_sums(e)
+    assert accepted["reference"] > 0
+    assert accepted["model"] > 0

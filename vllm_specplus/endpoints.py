@@ -1,0 +1,108 @@
+"""Routes of vLLM's server that show what was drafted, and what of it was accepted."""
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.datastructures import State
+from starlette.responses import JSONResponse
+
+from vllm_specplus.requests import PredictedOutputs, ask_workers, error_response, has_drafter
+
+Stats = Mapping[str, Mapping[str, Any]]
+"""What ``specplus_stats`` of a worker answers: ``drafted`` and ``accepted`` are tokens by source, each a list by
+position in the window; ``live`` is how much of each kind the worker holds at the moment. Any of it may be absent."""
+
+_COUNTERS = {
+    "drafted": ("specplus:draft_tokens", "Draft tokens that were verified, by where they came from and position."),
+    "accepted": ("specplus:accepted_tokens", "Draft tokens that were accepted, by where they came from and position."),
+}
+
+
+class SpecPlusEndpoints:
+    """vLLM's endpoint plugin: ``/specplus/stats``, ``/specplus/metrics``, and `PredictedOutputs` on the server."""
+
+    name = "specplus"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the middleware and the routes; before the server starts."""
+        app.add_middleware(PredictedOutputs)
+        app.include_router(_router)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        """Keep the engine that the routes ask."""
+        state.specplus_engine_client = engine_client
+
+
+def totals(stats: Stats) -> dict[str, dict[str, Any]]:
+    """By source: tokens ``drafted`` and ``accepted`` over all positions, and their ratio, None if none was drafted."""
+    drafted, accepted = stats.get("drafted", {}), stats.get("accepted", {})
+    summed = {}
+    for source in {**drafted, **accepted}:
+        num_drafted, num_accepted = sum(drafted.get(source, ())), sum(accepted.get(source, ()))
+        rate = num_accepted / num_drafted if num_drafted else None
+        summed[source] = {"drafted": num_drafted, "accepted": num_accepted, "acceptance_rate": rate}
+    return summed
+
+
+def metric_families(stats: Stats) -> Iterator[Metric]:
+    """The same as Prometheus metrics: a counter by source and position of each of `_COUNTERS`, and a gauge by kind."""
+    for key, (name, documentation) in _COUNTERS.items():
+        counter = CounterMetricFamily(name, documentation, labels=("source", "position"))
+        for source, counts in stats.get(key, {}).items():
+            for position, count in enumerate(counts):
+                counter.add_metric((source, str(position)), count)
+        yield counter
+    gauge = GaugeMetricFamily("specplus:live", "What a worker holds at the moment, by kind.", labels=("kind",))
+    for kind, count in stats.get("live", {}).items():
+        gauge.add_metric((kind,), count)
+    yield gauge
+
+
+@dataclass(eq=False)
+class _Scrape(Collector):
+    stats: Stats
+
+    def collect(self) -> Iterator[Metric]:
+        return metric_families(self.stats)
+
+
+_router = APIRouter(prefix="/specplus")
+
+
+@_router.get("/stats")
+async def show_stats(request: Request) -> Response:
+    """The workers' counts and their `totals`; 404 if the plugin does not draft."""
+    stats = await _ask(request)
+    return _no_counts() if stats is None else JSONResponse({**stats, "totals": totals(stats)})
+
+
+@_router.get("/metrics")
+async def show_metrics(request: Request) -> Response:
+    """The workers' counts for Prometheus; 404 if the plugin does not draft."""
+    stats = await _ask(request)
+    if stats is None:
+        return _no_counts()
+    registry = CollectorRegistry()
+    registry.register(_Scrape(stats))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _ask(request: Request) -> Stats | None:
+    """The workers' counts, which are {} if no worker has any; None if the plugin does not draft."""
+    engine_client = request.app.state.specplus_engine_client
+    if not has_drafter(engine_client):
+        return None
+    return await ask_workers(engine_client, "specplus_stats") or {}
+
+
+def _no_counts() -> Response:
+    message = "no counts: the engine's speculative config has no method of vllm-specplus"
+    return error_response(HTTPStatus.NOT_FOUND, "NotFoundError", message)
