@@ -1,6 +1,10 @@
 """Environment of every test: no network, vLLM's engine in this process."""
 
+import logging
 import os
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
@@ -9,3 +13,14 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # The models are tiny: a second thread costs more than it brings, and far more on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """The plugin's log, whether or not vLLM has set its own logging up by now and keeps it from pytest."""
+    logger = logging.getLogger("vllm.specplus")
+    caplog.set_level(logging.DEBUG, "vllm.specplus")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

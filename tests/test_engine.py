@@ -147,6 +147,7 @@ def test_asynchronous_scheduling_on_v2(config: dict[str, object], stays_on: bool
         (HYBRID | {"enable_adaptive_verification": True}, {}, "enable_adaptive_verification=True is not allowed"),
         (HYBRID | {"verify_strategy": "topp"}, {"use_fp64_gumbel": True}, "not allowed with use_fp64_gumbel=True"),
         (HYBRID | {"verify_strategy": "topp"}, {"watermark_config": {}}, "not allowed with a watermark"),
+        (HYBRID, {"watermark_config": {}}, "not allowed with a watermark"),
     ],
 )
 def test_what_v2_cannot_combine(

@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -223,17 +222,6 @@ def middleware_on(app: Any, engine: Any) -> Any:
         await PredictedOutputs(app)({**scope, "app": SimpleNamespace(state=state)}, receive, send)
 
     return with_state
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterable[pytest.LogCaptureFixture]:
-    """The plugin's log, whether or not vLLM has set its own logging up by now and keeps it from pytest."""
-    logger = logging.getLogger("vllm.specplus")
-    caplog.set_level(logging.DEBUG, "vllm.specplus")
-    monkeypatch.setattr(logger, "propagate", False)
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 ALL_ASKED = {"prediction": PREDICTION, "aux_info": True}

@@ -70,9 +70,10 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     if warning := check_vllm():
         logger.warning("%s", warning)
     parallel_config.worker_cls = _worker_cls(parallel_config.worker_cls)
+    _check_watermark(args)
     on_v2 = _runs_on_v2(args, resolved)
     if on_v2:
-        _check_v2(args, resolved, model_config)
+        _check_v2(resolved, model_config)
     config = _build(resolved, model_config, parallel_config, on_v2)
     if resolved.options.drafts_from_history and not on_v2:
         _refuse_async_scheduling(args)
@@ -127,7 +128,15 @@ def _runs_on_v2(args: EngineArgs, resolved: Resolved) -> bool:
     return HAS_TRITON and not any(lacks)
 
 
-def _check_v2(args: EngineArgs, resolved: Resolved, model_config: Any) -> None:
+def _check_watermark(args: EngineArgs) -> None:
+    if getattr(args, "watermark_config", None) is not None:
+        raise SpecPlusConfigError(
+            "speculative_config: keys of vllm-specplus are not allowed with a watermark, which vLLM's own drafting and "
+            "verification put in: leave one of them out"
+        )
+
+
+def _check_v2(resolved: Resolved, model_config: Any) -> None:
     """Refuse what the plugin's parts of Model Runner V2 cannot do."""
     assert resolved.options is not None
     strategy = resolved.options.verify_strategy
@@ -135,11 +144,6 @@ def _check_v2(args: EngineArgs, resolved: Resolved, model_config: Any) -> None:
         raise SpecPlusConfigError(
             "speculative_config: enable_adaptive_verification=True is not allowed with keys of vllm-specplus: it "
             "trims the drafts that these make"
-        )
-    if getattr(args, "watermark_config", None) is not None:
-        raise SpecPlusConfigError(
-            "speculative_config: keys of vllm-specplus are not allowed with a watermark, which vLLM's own drafting and "
-            "verification put in: leave one of them out"
         )
     if strategy and model_config.use_fp64_gumbel:
         raise SpecPlusConfigError(

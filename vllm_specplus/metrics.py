@@ -78,8 +78,11 @@ class RequestCounts:
         if kept is None:
             return
         kept.live -= 1
-        if kept.live <= 0 and kept.is_collected:
+        if kept.live <= 0:
+            # The last to end is the last to go.
             del self._kept[key]
+            if not kept.is_collected:
+                self._kept[key] = kept
         ended = [k for k, other in self._kept.items() if other.live <= 0]
         for old in ended[:-_MAX_KEPT]:
             del self._kept[old]

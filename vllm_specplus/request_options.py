@@ -103,9 +103,17 @@ def parse(given: Mapping[str, Any]) -> RequestOptions | None:
         raise RequestError(references[1], f"{' and '.join(references)} are both given: a request has one reference")
     if read.sp_edit and not references:
         raise RequestError("sp_edit", f"sp_edit=1 is not allowed: it needs one of {', '.join(_REFERENCES)}")
+    text = read.prediction.text if read.prediction else read.sp_advice_prompt
+    if text is not None and not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                references[0], f"{references[0]} is not allowed: character {error.start} is half of a surrogate pair"
+            ) from None
     ids = read.sp_advice_prompt_token_ids
     return RequestOptions(
-        text=read.prediction.text if read.prediction else read.sp_advice_prompt,
+        text=text,
         token_ids=None if ids is None else np.array(ids, np.int32),
         edit=bool(read.prediction if read.sp_edit is None else read.sp_edit),
         max_drafts=read.spec_tokens,

@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 _POINTERS = {
+    torch.bool: "*i1",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",

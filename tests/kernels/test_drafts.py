@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
+from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import drafts as kernels
 from vllm_specplus.kernels.drafts import continue_predictions, write_one_hot_rows
 
@@ -249,25 +249,6 @@ def test_no_requests():
     write_one_hot_rows(**one_hot_arguments(0))
 
 
-class Launches:
-    """Takes a kernel's place and notes how it is launched."""
-
-    def __init__(self):
-        self.grids = []
-
-    def __getitem__(self, grid):
-        self.grids.append(grid)
-        return lambda *args, **options: None
-
-
-class OnlyAllocations(TorchDispatchMode):
-    """Lets memory be taken, as a graph's capture does, and nothing that launches or waits."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like), f"{func} was called"
-        return func(*args, **(kwargs or {}))
-
-
 def test_safe_to_capture_in_a_cuda_graph(monkeypatch):
     """A call is one launch whose grid depends on shapes alone, and waits for nothing."""
     goes_on, one_hot = Launches(), Launches()
@@ -275,7 +256,8 @@ def test_safe_to_capture_in_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(kernels, "_one_hot_kernel", one_hot)
     calls = [arguments(3), arguments(3, num_predicted=torch.zeros(3, dtype=torch.int32))]
     one_hot_calls = [one_hot_arguments(3), one_hot_arguments(3, num_drafts=0)]
-    with OnlyAllocations():
+    # A graph's capture lets memory be taken.
+    with OnlyTorch(torch.ops.aten.empty, torch.ops.aten.empty_like):
         for call in calls:
             continue_predictions(**call)
         for call in one_hot_calls:

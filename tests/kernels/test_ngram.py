@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
+from tests.kernels.launches import Launches, OnlyTorch
 from tests.proposers.reference import make_history
 from vllm_specplus.kernels import ngram
 from vllm_specplus.kernels.ngram import fill_drafts, scratch_shape
@@ -270,29 +270,13 @@ def test_no_requests():
     assert num_drafts.shape == num_model.shape == (0,)
 
 
-class Launches:
-    """Takes a kernel's place and notes how it is launched."""
-
-    def __init__(self):
-        self.grids = []
-
-    def __getitem__(self, grid):
-        self.grids.append(grid)
-        return lambda *args, **options: None
-
-
-class NoTensorOps(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        raise AssertionError(f"{func} was called")
-
-
 def test_a_call_is_two_launches_whose_grids_depend_on_shapes_alone(monkeypatch):
     """So it can be captured in a CUDA graph, and waits for nothing."""
     search, finish = Launches(), Launches()
     monkeypatch.setattr(ngram, "_search_kernel", search)
     monkeypatch.setattr(ngram, "_fill_kernel", finish)
     calls = [arguments(3, 5000), arguments(3, 5000, num_tokens=torch.zeros(3, dtype=torch.int32))]
-    with NoTensorOps():
+    with OnlyTorch():
         for call in calls:
             fill_drafts(**call)
     assert search.grids == [(3, 5)] * 2

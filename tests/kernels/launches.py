@@ -1,0 +1,28 @@
+"""What a call launches, without running it: whether it can be captured in a CUDA graph, and waits for nothing."""
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Launches:
+    """Takes a kernel's place and notes how it is launched."""
+
+    def __init__(self) -> None:
+        self.grids: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.grids.append(grid)
+        return lambda *args, **options: None
+
+
+class OnlyTorch(TorchDispatchMode):
+    """Lets these operations of torch's run, and no others."""
+
+    def __init__(self, *allowed: Any) -> None:
+        super().__init__()
+        self._allowed = allowed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket in self._allowed, f"{func} was called"
+        return func(*args, **(kwargs or {}))

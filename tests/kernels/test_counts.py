@@ -1,0 +1,221 @@
+"""Counting drafts on the device against plain Python, under Triton's interpreter (TRITON_INTERPRET=1)."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
+from tests.kernels.launches import Launches, OnlyTorch
+from vllm_specplus.kernels import counts as kernels
+from vllm_specplus.kernels.counts import count_drafts
+from vllm_specplus.metrics import MODEL, NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, count_step
+
+MAX_NUM_REQS = 6
+
+
+@dataclass
+class Request:
+    """A request's step: `num_slots` are verified, of which the first `num_drafts` are meant."""
+
+    num_slots: int
+    num_sampled: int = 1
+    num_drafts: int = 0
+    num_model: int = 0
+    rest: int = NGRAM
+    invalid: set[int] = field(default_factory=set)
+
+
+def reference(counts: np.ndarray, tallies: np.ndarray, requests: dict[int, Request]) -> None:
+    """What is to be counted; `requests`: by row."""
+    for row, request in requests.items():
+        if request.num_sampled == 0:
+            continue
+        for slot in range(request.num_slots):
+            if slot in request.invalid:
+                continue
+            source = MODEL if slot < request.num_model else request.rest
+            if slot >= request.num_drafts:
+                source = UNFILLED
+            is_accepted = slot < request.num_sampled - 1
+            counts[:, source, slot] += [1, is_accepted]
+            if source == REFERENCE:
+                tallies[row, 1:] += [1, is_accepted]
+
+
+def new_counts(window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tallies = torch.arange(3 * MAX_NUM_REQS).reshape(-1, 3)
+    return torch.zeros(2, len(SOURCES), window, dtype=torch.int64), tallies
+
+
+def run(
+    counts: torch.Tensor,
+    tallies: torch.Tensor,
+    requests: dict[int, Request],
+    *,
+    masked: bool = True,
+    dtype: torch.dtype = torch.int32,
+) -> None:
+    """Count a step; rows that are no request's would count, were they read."""
+    window = counts.shape[2]
+    by_row = [requests.get(row, Request(window, window, window, 1, REFERENCE)) for row in range(MAX_NUM_REQS)]
+    # The first row of a request holds no draft.
+    invalid = [
+        slot == 0 or slot - 1 in request.invalid
+        for request in requests.values()
+        for slot in range(request.num_slots + 1)
+    ]
+
+    def int32(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    # In vLLM's buffers there is more behind the batch.
+    num_sampled = int32([*(request.num_sampled for request in requests.values()), window + 1])
+    ends = np.cumsum([request.num_slots + 1 for request in requests.values()], dtype=np.int32).tolist()
+    count_drafts(
+        counts,
+        tallies,
+        num_sampled[: len(requests)],
+        int32([0, *ends]),
+        torch.tensor(list(requests), dtype=dtype),
+        int32([request.num_drafts for request in by_row]),
+        int32([request.num_model for request in by_row]),
+        int32([request.rest for request in by_row]),
+        torch.tensor(invalid, dtype=torch.bool) if masked else None,
+    )
+
+
+@st.composite
+def steps(draw):
+    """Arguments of `run`, for several steps: the window, and each step's requests by row."""
+    window = draw(st.integers(1, 6))
+
+    def request(row):
+        num_slots = draw(st.integers(0, window))
+        num_drafts = draw(st.just(num_slots) | st.integers(0, window))
+        return Request(
+            num_slots,
+            num_sampled=draw(st.integers(0, num_slots + 1)),
+            num_drafts=num_drafts,
+            num_model=draw(st.integers(0, num_drafts)),
+            rest=draw(st.sampled_from([NGRAM, SUFFIX, REFERENCE])),
+            invalid=draw(st.sets(st.integers(0, window - 1), max_size=2)),
+        )
+
+    rows = st.lists(st.integers(0, MAX_NUM_REQS - 1), unique=True, max_size=4)
+    batches = [{row: request(row) for row in draw(rows)} for _ in range(draw(st.integers(1, 3)))]
+    return window, batches, draw(st.sampled_from([torch.int32, torch.int64]))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(steps())
+def test_equals_plain_python(case):
+    window, batches, dtype = case
+    counts, tallies = new_counts(window)
+    expected_counts, expected_tallies = counts.numpy().copy(), tallies.numpy().copy()
+    for requests in batches:
+        run(counts, tallies, requests, dtype=dtype)
+        reference(expected_counts, expected_tallies, requests)
+    assert counts.tolist() == expected_counts.tolist()
+    assert tallies.tolist() == expected_tallies.tolist()
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_equals_the_count_on_the_host(masked):
+    """Where all slots are filled and all drafts valid."""
+    rng = np.random.default_rng(0)
+    window = 5
+    counts, tallies = new_counts(window)
+    expected = counts.numpy().copy()
+    for _ in range(10):
+        requests = {}
+        for row in rng.permutation(MAX_NUM_REQS)[:3].tolist():
+            num_drafts = int(rng.integers(0, window + 1))
+            num_model, num_accepted = rng.integers(0, num_drafts + 1, 2).tolist()
+            rest = int(rng.choice([NGRAM, REFERENCE]))
+            requests[row] = Request(num_drafts, num_accepted + 1, num_drafts, num_model, rest)
+            count_step(expected, num_model, rest, num_drafts, num_accepted)
+        run(counts, tallies, requests, masked=masked)
+    assert counts.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("request_", "drafted", "accepted", "tally"),
+    [
+        pytest.param(Request(3, 0, 3, 1, REFERENCE), {}, {}, [0, 0], id="being prefilled"),
+        pytest.param(Request(0, 1, 3, 1, REFERENCE), {}, {}, [0, 0], id="no slot"),
+        pytest.param(
+            Request(3, 3, 3, 1, SUFFIX), {MODEL: [0], SUFFIX: [1, 2]}, {MODEL: [0], SUFFIX: [1]}, [0, 0], id="a hybrid"
+        ),
+        pytest.param(Request(3, 4, 3, 0, REFERENCE), {REFERENCE: [0, 1, 2]}, {REFERENCE: [0, 1, 2]}, [3, 3], id="all"),
+        pytest.param(
+            Request(3, 2, 1, 0, REFERENCE), {REFERENCE: [0], UNFILLED: [1, 2]}, {REFERENCE: [0]}, [1, 1], id="unfilled"
+        ),
+        pytest.param(Request(2, 1, 0, 0, REFERENCE), {UNFILLED: [0, 1]}, {}, [0, 0], id="nothing is meant"),
+        pytest.param(Request(2, 3, 3, 0, REFERENCE), {REFERENCE: [0, 1]}, {REFERENCE: [0, 1]}, [2, 2], id="cut"),
+        pytest.param(
+            Request(3, 2, 3, 1, REFERENCE, {1}), {MODEL: [0], REFERENCE: [2]}, {MODEL: [0]}, [1, 0], id="invalid"
+        ),
+        pytest.param(Request(2, 1, 2, 2, REFERENCE), {MODEL: [0, 1]}, {}, [0, 0], id="the model's only"),
+    ],
+)
+def test_expected_counts(request_, drafted, accepted, tally):
+    counts, tallies = new_counts(3)
+    before = tallies.clone()
+    run(counts, tallies, {4: request_})
+    found = [{source: row.nonzero()[:, 0].tolist() for source, row in enumerate(rows) if row.any()} for rows in counts]
+    assert found == [drafted, accepted]
+    assert counts.max() <= 1
+    before[4, 1:] += torch.tensor(tally)
+    assert torch.equal(tallies, before)
+
+
+def arguments(num_reqs=2, window=4, **changes):
+    """Valid arguments of `count_drafts`, but for `changes`."""
+
+    def per_request(value):
+        return torch.full((num_reqs,), value, dtype=torch.int32)
+
+    return {
+        "counts": torch.zeros(2, len(SOURCES), window, dtype=torch.int64),
+        "tallies": torch.zeros(num_reqs, 3, dtype=torch.int64),
+        "num_sampled": per_request(2),
+        "cu_num_rows": torch.arange(num_reqs + 1, dtype=torch.int32) * (window + 1),
+        "idx_mapping": torch.arange(num_reqs),
+        "num_drafts": per_request(window),
+        "num_model": per_request(1),
+        "rest": per_request(REFERENCE),
+    } | changes
+
+
+def test_no_requests():
+    before = arguments(0)
+    count_drafts(**before)
+    assert not before["counts"].any()
+
+
+def test_a_call_is_one_launch_that_waits_for_nothing(monkeypatch):
+    launches = Launches()
+    monkeypatch.setattr(kernels, "_count_kernel", launches)
+    calls = [arguments(3), arguments(3, invalid=torch.zeros(15, dtype=torch.bool))]
+    with OnlyTorch():
+        for call in calls:
+            count_drafts(**call)
+    assert launches.grids == [(3,)] * 2
+
+
+def compile_ahead_of_time():
+    """Run in a process of its own: compile the kernel as it is launched."""
+    kernels._count_kernel = kernel = AheadOfTime(kernels._count_kernel)
+    count_drafts(**arguments())
+    count_drafts(**arguments(window=5, idx_mapping=torch.arange(2, dtype=torch.int32)))
+    count_drafts(**arguments(window=1, invalid=torch.zeros(4, dtype=torch.bool)))
+    print("compiled", len(kernel.compiled))
+
+
+def test_the_kernel_compiles_for_a_gpu(tmp_path):
+    code = "from tests.kernels import test_counts; test_counts.compile_ahead_of_time()"
+    assert "compiled 3" in run_without_interpreter(code, tmp_path)

@@ -1,0 +1,504 @@
+"""References and counts on Model Runner V2, whose steps are played here; kernels draft and count."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.test_drafts import Request, continued
+from tests.runners.suffix_engine import Event
+from tests.runners.test_live_requests import new_request
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.proposers.reference_text import ReferenceText
+from vllm_specplus.runners import live_requests, v2_requests
+from vllm_specplus.runners.v2_host import TokenFeed
+from vllm_specplus.runners.v2_requests import RequestTracker
+
+MAX_LEN = 64
+WIDTH = 4
+TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+GUESSED = ([1, 1, 1], 0)  # What stands for drafts of the history.
+
+Drafted = dict[str, tuple[list[int], int]]
+
+
+@pytest.fixture(autouse=True)
+def events(monkeypatch):
+    Event.install(monkeypatch)
+
+
+class Engine:
+    """Requests in the places of a Model Runner V2, and what `runners.v2.Drafting` does with their tracker.
+
+    Memory that is no request's holds the text that references hold.
+    """
+
+    def __init__(self, *, is_async: bool = False, width: int = WIDTH, method: str = "ngram", rank: int = 0):
+        self.width, self.is_async = width, is_async
+        options = SpecPlusOptions(method=method, num_speculative_tokens=width)
+        config = SimpleNamespace(
+            speculative_config=SimpleNamespace(specplus=options, num_speculative_tokens=width),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+            model_config=SimpleNamespace(max_model_len=MAX_LEN),
+        )
+        self.token_ids = torch.tensor(TEXT * MAX_LEN, dtype=torch.int32)[: 4 * MAX_LEN].reshape(4, MAX_LEN)
+        self.total_len = torch.full((4,), MAX_LEN, dtype=torch.int32)
+        self.states = SimpleNamespace(
+            all_token_ids=SimpleNamespace(gpu=self.token_ids), total_len=SimpleNamespace(gpu=self.total_len)
+        )
+        cpu = torch.device("cpu")
+        self.feed = TokenFeed(config, cpu, self.states, is_async=is_async, keeps_last=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(v2_requests, "get_tp_group", lambda: SimpleNamespace(rank_in_group=rank))
+            self.tracker = RequestTracker(config, cpu, self.states, self.feed)
+        self.num_drafts = torch.zeros(4, dtype=torch.int32)
+        self.num_model = torch.zeros(4, dtype=torch.int32)
+        self.places: dict[str, int] = {}
+        self.prompt_len: dict[str, int] = {}
+
+    def schedule(self, *new: Any, ended: Iterable[str] = ()) -> None:
+        """A step begins; places are left and taken later."""
+        self.tracker.before_step(SimpleNamespace(scheduled_new_reqs=list(new), finished_req_ids=set(ended)))
+
+    def add(
+        self,
+        req_id: str,
+        index: int,
+        reference: Iterable[int] | None = None,
+        prompt: Iterable[int] = (3, 4),
+        output: Iterable[int] = (),
+        **asked: Any,
+    ) -> None:
+        """A request begins in place `index`, or goes on there with the output that it had."""
+        known = [*prompt, *output]
+        self.schedule(new_request(req_id, reference, **asked))
+        self.places[req_id], self.prompt_len[req_id] = index, len(known) - len(list(output))
+        self.token_ids[index, : len(known)] = torch.tensor(known, dtype=torch.int32)
+        self.total_len[index] = len(known)
+        self.tracker.begin(req_id, index)
+        if self.tracker.has_reference(index):
+            self.feed.mirror.add(index, self.prompt_len[req_id], known)
+        else:
+            self.feed.mirror.leave(index)
+
+    def end(self, req_id: str) -> None:
+        self.schedule(ended=[req_id])
+        self.preempt(req_id)
+
+    def preempt(self, req_id: str) -> None:
+        self.tracker.end(self.places.pop(req_id))
+
+    def text(self, req_id: str) -> list[int]:
+        """What the device has of a request."""
+        index = self.places[req_id]
+        return self.token_ids[index, : self.total_len[index]].tolist()
+
+    def batch(self, req_ids: Iterable[str], num_slots: Iterable[int] = ()) -> SimpleNamespace:
+        indices = [self.places[req_id] for req_id in req_ids]
+        ends = np.cumsum([0, *(count + 1 for count in num_slots)])
+        return SimpleNamespace(
+            req_ids=list(req_ids),
+            idx_mapping=torch.tensor(indices, dtype=torch.int32),
+            idx_mapping_np=np.array(indices, np.intp),
+            cu_num_logits=torch.tensor(ends, dtype=torch.int32),
+        )
+
+    def step(
+        self,
+        sampled: dict[str, list[int]],
+        made: Drafted | None = None,
+        *,
+        slots: dict[str, int] | None = None,
+        invalid: list[bool] | None = None,
+        width: int | None = None,
+    ) -> Drafted:
+        """A step in which the requests of `sampled` get these tokens: drafts, and how many of them are the model's.
+
+        `made`: the same, as they were before the references were asked. `slots`: what was verified, else nothing.
+        """
+        tracker, width = self.tracker, self.width if width is None else width
+        batch = self.batch(sampled, [(slots or {}).get(req_id, 0) for req_id in sampled])
+        # There is more in vLLM's buffers than the batch.
+        counts = [*map(len, sampled.values()), 1, 1]
+        num_sampled = torch.tensor(counts, dtype=torch.int32)
+        mask = None if invalid is None else torch.tensor(invalid)
+        tracker.count_drafts(batch, num_sampled, self.num_drafts, self.num_model, mask)
+
+        for req_id, new in sampled.items():
+            index = self.places[req_id]
+            end = int(self.total_len[index])
+            self.token_ids[index, end : end + len(new)] = torch.tensor(new, dtype=torch.int32)
+            self.total_len[index] = end + len(new)
+        tracker.count_steps(batch, num_sampled)
+        max_drafts = tracker.limit(batch, (num_sampled[: len(sampled)] > 0).to(torch.int32) * width)
+        lists = [(made or {}).get(req_id, ([], 0)) for req_id in sampled]
+        drafts = torch.tensor([(tokens + [-1] * width)[:width] for tokens, _ in lists]).reshape(len(lists), width)
+        if tracker.references(batch):
+            self.feed.advance(batch, drafts, 0, max_drafts)
+        num_drafts, num_model = tracker.put_references_first(
+            batch,
+            drafts,
+            torch.tensor([min(len(tokens), width) for tokens, _ in lists], dtype=torch.int32),
+            torch.tensor([num_model for _, num_model in lists], dtype=torch.int32),
+            max_drafts,
+        )
+        assert num_drafts.dtype == num_model.dtype == torch.int32
+        self.num_drafts[batch.idx_mapping] = num_drafts
+        self.num_model[batch.idx_mapping] = num_model
+        rows = [row[:count] for row, count in zip(drafts.tolist(), num_drafts.tolist(), strict=True)]
+        return dict(zip(sampled, zip(rows, num_model.tolist(), strict=True), strict=True))
+
+    def drafted(self, what: str = "drafted") -> dict[str, list[int]]:
+        """Tokens by position, of the sources that have any."""
+        return {source: row for source, row in self.tracker.stats()[what].items() if any(row)}
+
+    def accepted(self) -> dict[str, list[int]]:
+        return self.drafted("accepted")
+
+
+def test_a_reference_comes_before_history_and_model():
+    engine = Engine()
+    for index, name in enumerate("abc"):
+        engine.add(name, 3 - index, TEXT)
+    engine.add("d", 0)
+    drafts = engine.step(dict.fromkeys("dabc", TEXT[:2]), {"a": GUESSED, "b": ([1, 1], 1), "d": ([1, 1], 1)})
+    assert drafts == {"d": ([1, 1], 1), "a": (TEXT[2:6], 0), "b": (TEXT[2:6], 0), "c": (TEXT[2:6], 0)}
+
+
+def test_what_nothing_speaks_for_is_better_than_nothing_only():
+    engine = Engine()
+    engine.add("a", 2, TEXT, edit=True)
+    engine.add("b", 1, TEXT, edit=True)
+    # The output begins with another token, in the place of the text's first.
+    assert engine.step({"a": [30], "b": [30]}, {"a": GUESSED}) == {"a": GUESSED, "b": (TEXT[1:5], 0)}
+    # Now it goes on as the text does.
+    sampled = {"a": TEXT[1:3], "b": TEXT[1:3]}
+    assert engine.step(sampled, {"a": GUESSED}) == dict.fromkeys("ab", (TEXT[3:7], 0))
+
+
+def test_a_reference_that_says_nothing_leaves_the_others_drafts():
+    engine = Engine()
+    engine.add("a", 0, TEXT)
+    engine.add("b", 1, TEXT)
+    assert engine.step({"a": [30], "b": TEXT}, {"a": ([1, 2], 2), "b": GUESSED}) == {"a": ([1, 2], 2), "b": GUESSED}
+
+
+def test_no_more_is_drafted_than_allowed():
+    """By the request, by vLLM for the step, and not while a prompt is being prefilled."""
+    engine = Engine()
+    engine.add("a", 0, TEXT, max_drafts=2)
+    engine.add("b", 1, TEXT)
+    engine.add("c", 2, TEXT)
+    drafts = engine.step({"a": TEXT[:1], "b": TEXT[:1], "c": []})
+    assert drafts == {"a": (TEXT[1:3], 0), "b": (TEXT[1:5], 0), "c": ([], 0)}
+    drafts = engine.step({"a": TEXT[1:2], "b": TEXT[1:2], "c": TEXT[:1]}, width=3)
+    assert drafts == {"a": (TEXT[2:4], 0), "b": (TEXT[2:5], 0), "c": (TEXT[1:4], 0)}
+    assert engine.step({"b": TEXT[2:3]}, width=0) == {"b": ([], 0)}
+
+
+def test_the_prompt_is_no_output():
+    engine = Engine()
+    engine.add("a", 0, TEXT, prompt=TEXT[:4])
+    assert engine.step({"a": TEXT[:2]}) == {"a": (TEXT[2:6], 0)}
+    assert engine.step({"a": [30]}) == {"a": ([], 0)}
+
+
+def test_one_tick_later_a_text_that_agrees_is_drafted_as_well():
+    """The host knows the tokens of the step before; what it predicts goes on behind those that came since."""
+    engine = Engine(is_async=True)
+    engine.add("a", 1, TEXT)
+    assert engine.step({"a": TEXT[:1]}, {"a": GUESSED}) == {"a": (TEXT[1:5], 0)}
+    assert engine.step({"a": TEXT[1:4]}, {"a": GUESSED}) == {"a": (TEXT[4:8], 0)}
+    assert engine.step({"a": TEXT[4:9]}, {"a": GUESSED}) == {"a": (TEXT[9:], 0)}
+    assert engine.step({"a": TEXT[9:]}, {"a": GUESSED}) == {"a": GUESSED}
+    assert Event.waited == [0, 1, 2]
+
+
+@pytest.mark.parametrize("edit", [True, False])
+def test_one_tick_later_a_text_that_disagrees_is_noticed_at_once(edit):
+    engine = Engine(is_async=True)
+    engine.add("a", 1, TEXT, edit=edit)
+    engine.step({"a": TEXT[:1]})
+    assert engine.step({"a": [TEXT[1], 30]}, {"a": ([1, 2], 1)}) == {"a": ([1, 2], 1)}
+    # The host expects that 30 stands for TEXT[2], or nothing; where the text goes on, the device has the last word.
+    assert engine.step({"a": [TEXT[3]]}, {"a": GUESSED}) == {"a": (TEXT[4:8], 0) if edit else GUESSED}
+    assert engine.step({"a": [40]}, {"a": GUESSED}) == {"a": GUESSED}
+
+
+def test_one_tick_later_a_request_that_begins_goes_on_from_its_prompt():
+    engine = Engine(is_async=True)
+    engine.add("a", 1, TEXT, prompt=TEXT[:3])
+    assert engine.step({"a": []}, {"a": ([], 0)}) == {"a": ([], 0)}
+    assert engine.step({"a": [30]}, {"a": GUESSED}) == {"a": GUESSED}
+    engine.add("b", 2, TEXT)
+    assert engine.step({"a": [31], "b": TEXT[:2]}) == {"a": ([], 0), "b": (TEXT[2:6], 0)}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_preempted_request_goes_on_at_another_place(is_async):
+    engine = Engine(is_async=is_async)
+    engine.add("a", 1, TEXT)
+    engine.add("b", 2, [5, 6, 20, 21, 22, 23])
+    engine.step(dict.fromkeys("ab", TEXT[:2]))
+    engine.preempt("a")
+    engine.end("b")
+    engine.add("a", 2, TEXT, output=TEXT[:2])
+    assert engine.step({"a": TEXT[2:3]}) == {"a": (TEXT[3:7], 0)}
+    assert engine.step({"a": TEXT[3:5]}) == {"a": (TEXT[5:9], 0)}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_request_drafts_from_anothers_reference(is_async):
+    """Whatever their places; nor does one that has the place of a request that has ended, even by its id."""
+    engine = Engine(is_async=is_async)
+    other = [5, 6, 20, 21, 22, 23, 24, 25]
+    engine.add("a", 2, TEXT)
+    engine.add("b", 1)
+    engine.add("c", 0, other)
+    assert engine.step({"a": [5], "b": [5], "c": [5]}) == {"a": (TEXT[1:5], 0), "b": ([], 0), "c": (other[1:5], 0)}
+    assert engine.step({"c": [6], "b": [6], "a": [6]}) == {"c": (other[2:6], 0), "b": ([], 0), "a": (TEXT[2:6], 0)}
+    engine.end("a")
+    engine.add("a", 2)
+    assert not engine.tracker.has_reference(2)
+    assert engine.step({"a": [5], "c": [20]}) == {"a": ([], 0), "c": (other[3:7], 0)}
+    engine.end("c")
+    engine.add("d", 0, TEXT)
+    assert engine.step({"a": [6], "d": [5]}) == {"a": ([], 0), "d": (TEXT[1:5], 0)}
+    engine.end("d")
+    assert not engine.tracker.references(engine.batch("a"))
+    assert engine.step({"a": [7]}, {"a": GUESSED}) == {"a": GUESSED}
+
+
+def test_limits_are_the_requests():
+    engine = Engine()
+    engine.add("a", 0, max_drafts=1)
+    engine.add("b", 1)
+    engine.add("c", 2, TEXT, max_drafts=0)
+    engine.add("d", 3, TEXT, max_drafts=9)
+    limit = engine.tracker.limit(engine.batch("dbca"), torch.tensor([4, 3, 3, 3], dtype=torch.int32))
+    assert limit.dtype == torch.int32
+    assert limit.tolist() == [4, 3, 0, 1]
+    assert engine.tracker.limit(engine.batch("a"), torch.zeros(1, dtype=torch.int32)).tolist() == [0]
+    as_they_are = torch.full((2,), 4, dtype=torch.int32)
+    assert engine.tracker.limit(engine.batch("bd"), as_they_are) is as_they_are
+    assert Engine().tracker.limit(SimpleNamespace(), as_they_are) is as_they_are
+
+
+@pytest.mark.parametrize(("method", "source"), [("ngram", "ngram"), ("suffix", "suffix"), ("naive", "ngram")])
+def test_drafts_are_counted_by_who_made_them(method, source):
+    engine = Engine(method=method)
+    engine.add("a", 3, TEXT)
+    engine.add("b", 0)
+    engine.step({"a": TEXT[:1], "b": [1]}, {"b": ([2, 2, 3], 2)})
+    assert engine.drafted() == engine.accepted() == {}
+    engine.step({"a": [6, 7, 30], "b": [2, 2, 3, 4]}, {"a": ([9], 1)}, slots={"a": 4, "b": 4})
+    expected = {"model": [1, 1, 0, 0], source: [0, 0, 1, 0], "reference": [1, 1, 1, 1], "unfilled": [0, 0, 0, 1]}
+    assert engine.drafted() == expected
+    assert engine.accepted() == {"model": [1, 1, 0, 0], source: [0, 0, 1, 0], "reference": [1, 1, 0, 0]}
+    # What the reference did not make is the model's, and what was cut or forbidden does not count.
+    engine.step({"a": [9, 1], "b": [1]}, {"a": ([9, 9], 0)}, slots={"a": 1})
+    engine.step({"b": [1], "a": [9, 1]}, slots={"a": 2, "b": 1}, invalid=[False, False, False, False, True])
+    assert engine.drafted() == {
+        "model": [2, 1, 0, 0],
+        source: [1, 0, 1, 0],
+        "reference": [1, 1, 1, 1],
+        "unfilled": [1, 0, 0, 1],
+    }
+    assert engine.accepted() == {"model": [2, 1, 0, 0], source: [1, 0, 1, 0], "reference": [1, 1, 0, 0]}
+
+
+def test_a_requests_counts_go_on_over_preemption():
+    engine = Engine()
+    engine.add("a", 1, TEXT, key="one")
+    engine.add("b", 2, key="two")
+    engine.step({"a": TEXT[:1], "b": [5]}, {"b": GUESSED})
+    engine.step({"a": [*TEXT[1:3], 30], "b": [1, 1]}, slots={"a": 4, "b": 3})  # "a": 2 of 4
+    assert engine.tracker.request_stats("one") == {"num_steps": 2, "accepted": 2, "rejected": 2}
+    engine.preempt("a")
+    # Nothing of it is lost while it waits, and what goes on in its place is not its own.
+    engine.add("c", 1, TEXT)
+    engine.step({"c": TEXT[:1], "b": [1]})
+    engine.step({"c": TEXT[1:3], "b": [1]}, slots={"c": 4})
+    assert engine.tracker.request_stats("one") == {"num_steps": 2, "accepted": 2, "rejected": 2}
+    engine.end("c")
+    engine.add("a", 0, TEXT, output=TEXT[:3], key="one")
+    engine.step({"a": []})
+    engine.step({"a": TEXT[3:4]})
+    engine.step({"a": TEXT[4:7]}, slots={"a": 3})  # 2 of 3
+    assert engine.tracker.request_stats("one") == {"num_steps": 4, "accepted": 4, "rejected": 3}
+    engine.end("a")
+    assert engine.tracker.request_stats("one") is None
+    # Drafts of the history are none of a reference.
+    assert engine.tracker.request_stats("two") == {"num_steps": 4, "accepted": 0, "rejected": 0}
+    assert engine.tracker.request_stats("three") is None
+
+
+def test_a_place_is_counted_for_the_request_that_has_it():
+    engine = Engine()
+    for name in "ab":
+        engine.add(name, 1, TEXT, key=name)
+        engine.step({name: TEXT[:1]})
+        engine.step({name: TEXT[1:3]}, slots={name: 2})
+        engine.end(name)
+    engine.add("c", 1)
+    engine.step({"c": TEXT[:1]}, {"c": GUESSED})
+    engine.step({"c": [1, 30]}, slots={"c": 3})
+    assert engine.drafted() == {"ngram": [1, 1, 1, 0], "reference": [2, 2, 0, 0]}
+    expected = {"num_steps": 2, "accepted": 1, "rejected": 1}
+    assert [engine.tracker.request_stats(name) for name in "abc"] == [expected, expected, None]
+
+
+def test_a_request_that_begins_as_it_ends_runs():
+    engine = Engine()
+    engine.add("a", 1, TEXT, key="one")
+    engine.schedule(new_request("a", TEXT, key="one"), ended=["a"])
+    assert engine.tracker.stats()["live"] == {"requests": 1, "references": 1, "kept_counts": 1}
+
+
+def test_requests_of_one_key_are_counted_together():
+    engine = Engine()
+    engine.add("a", 1, TEXT, key="one")
+    engine.add("b", 2, TEXT, key="one")
+    engine.step(dict.fromkeys("ab", TEXT[:1]))
+    engine.step({"a": TEXT[1:3], "b": [30]}, slots={"a": 1, "b": 2})
+    engine.end("a")
+    expected = {"num_steps": 4, "accepted": 1, "rejected": 2}
+    assert engine.tracker.request_stats("one") == expected
+    engine.end("b")
+    assert engine.tracker.stats()["live"] == {"requests": 0, "references": 0, "kept_counts": 0}
+
+
+def test_counts_wait_for_their_request_to_end_and_to_be_asked_for():
+    engine = Engine()
+    nothing = {"requests": 0, "references": 0, "kept_counts": 0}
+    assert engine.tracker.stats()["live"] == nothing
+    engine.add("a", 0, TEXT, key="one")
+    engine.add("b", 1, max_drafts=1)
+    assert engine.tracker.stats()["live"] == {"requests": 2, "references": 1, "kept_counts": 1}
+    engine.end("b")
+    engine.end("a")
+    assert engine.tracker.stats()["live"] == nothing | {"kept_counts": 1}
+    assert engine.tracker.request_stats("one") == {"num_steps": 0, "accepted": 0, "rejected": 0}
+    assert engine.tracker.stats()["live"] == nothing
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_worker_says_what_is_cut(rank, monkeypatch):
+    said = []
+    monkeypatch.setattr(live_requests.logger, "warning", lambda *args: said.append(args))
+    engine = Engine(rank=rank)
+    engine.add("a", 0, range(MAX_LEN))
+    assert not said
+    engine.add("b", 1, range(MAX_LEN + 1))
+    assert len(said) == (rank == 0)
+
+
+class Expected:
+    """What a reference drafts when it sees the text as it is, or as it was one step before."""
+
+    def __init__(self, engine: Engine, req_id: str, reference: list[int], edit: bool):
+        self.engine, self.req_id = engine, req_id
+        sizes = SpecPlusOptions(method="ngram", num_speculative_tokens=1)
+        self.reference = ReferenceText(
+            np.array(reference, np.int32),
+            edit=edit,
+            min_ngram_size=sizes.min_ngram_size,
+            max_ngram_size=sizes.max_ngram_size,
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        self.seen = self.engine.text(self.req_id)
+
+    def drafts(self, made: tuple[list[int], int], limit: int) -> tuple[tuple[list[int], int], bool]:
+        """The drafts, and whether the reference made them."""
+        engine, text = self.engine, self.engine.text(self.req_id)
+        before, self.seen = self.seen, text
+        known = before if engine.is_async else text
+        output = np.array(known[engine.prompt_len[self.req_id] :], np.int32)
+        predicted = self.reference.draft(output, (2 * engine.width + 1) if engine.is_async else engine.width)
+        found, _ = continued(Request(text, len(known), predicted.tolist(), [], limit), engine.width)
+        if found and not (self.reference.is_guess and known == text and made[0]):
+            return (found, 0), True
+        return made, False
+
+
+@pytest.mark.parametrize("edit", [True, False])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_any_steps_draft_and_add_up(is_async, edit):
+    """Requests with and without a reference come, go, are preempted and limited; their drafts are cut."""
+    rng = np.random.default_rng(is_async)
+    engine = Engine(is_async=is_async)
+    expected: dict[str, Expected] = {}
+    asked: dict[str, dict[str, Any]] = {}
+    last: dict[str, tuple[list[int], bool]] = {}  # of each running request, the drafts and whether a reference's
+    verified = np.zeros((2, WIDTH), np.int64)
+    tallies: dict[str, np.ndarray] = {}
+    free, started, num_first = [0, 1, 2, 3], 0, 0
+
+    def tokens(count):
+        return rng.integers(1, 4, count).tolist()
+
+    for _ in range(70):
+        for req_id in list(engine.places):
+            text, prompt_len = engine.text(req_id), engine.prompt_len[req_id]
+            if len(text) > MAX_LEN - 10 or rng.random() < 0.05:
+                free.append(engine.places[req_id])
+                del last[req_id]
+                if rng.random() < 0.5 and len(text) < MAX_LEN - 10:
+                    engine.preempt(req_id)
+                    place = free.pop(0)
+                    engine.add(req_id, place, prompt=text[:prompt_len], output=text[prompt_len:], **asked[req_id])
+                    last[req_id] = [], False
+                    if req_id in expected:
+                        expected[req_id].begin()
+                else:
+                    engine.end(req_id)
+        while len(free) > 1:
+            req_id = f"request-{started}"
+            asked[req_id] = {"key": req_id, "max_drafts": [None, None, 2][started % 3], "edit": edit}
+            if started % 4:
+                asked[req_id]["reference"] = tokens(30)
+            engine.add(req_id, free.pop(), prompt=tokens(3), **asked[req_id])
+            last[req_id], tallies[req_id] = ([], False), np.zeros(3, np.int64)
+            if started % 4:
+                expected[req_id] = Expected(engine, req_id, asked[req_id]["reference"], edit)
+            started += 1
+        chosen = rng.permutation(list(engine.places))[: rng.integers(1, len(engine.places) + 1)].tolist()
+        sampled, slots, limits, made = {}, {}, {}, {}
+        for req_id in chosen:
+            drafts, is_reference = last[req_id]
+            num_drafts = min(len(drafts), int(rng.integers(0, 2 * WIDTH)))
+            slots[req_id] = WIDTH if is_async and drafts else num_drafts
+            num_drafts = min(len(drafts), slots[req_id])
+            num_accepted = int(rng.integers(0, num_drafts + 1))
+            sampled[req_id] = []
+            if rng.random() < 0.9:
+                # Most outputs go on as their reference does.
+                at = len(engine.text(req_id)) - engine.prompt_len[req_id] + num_accepted
+                agreeing = asked[req_id].get("reference", [])[at : at + 1] if rng.random() < 0.7 else []
+                sampled[req_id] = drafts[:num_accepted] + (agreeing or tokens(1))
+            if sampled[req_id]:
+                verified[0, : slots[req_id]] += 1
+                verified[1, :num_accepted] += 1
+                tallies[req_id] += [1, num_accepted * is_reference, (num_drafts - num_accepted) * is_reference]
+            limits[req_id] = (asked[req_id]["max_drafts"] or WIDTH) * bool(sampled[req_id])
+            made[req_id] = tokens(rng.integers(0, limits[req_id] + 1)), 0
+        drafted = engine.step(sampled, made, slots=slots)
+        for req_id in chosen:
+            wanted, is_reference = made[req_id], False
+            if req_id in expected:
+                wanted, is_reference = expected[req_id].drafts(made[req_id], limits[req_id])
+            assert drafted[req_id] == wanted
+            last[req_id] = wanted[0], is_reference
+            num_first += is_reference
+    assert num_first > 30
+    stats = engine.tracker.stats()
+    for what, positions in zip(("drafted", "accepted"), verified, strict=True):
+        assert np.sum(list(stats[what].values()), axis=0).tolist() == positions.tolist()
+    for req_id, (num_steps, accepted, rejected) in tallies.items():
+        counted = {"num_steps": num_steps, "accepted": accepted, "rejected": rejected}
+        assert engine.tracker.request_stats(req_id) == counted
