@@ -55,10 +55,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     return calls
 
 
-def installed(*, on_v2: bool = True, drafts: bool = True, **config: Any) -> type[RequestCheck]:
+def installed(*, drafts: bool = True, **config: Any) -> type[RequestCheck]:
     """The check of a new engine."""
     model_config = ModelConfig(**config)
-    install(model_config, on_v2=on_v2, drafts=drafts)
+    install(model_config, drafts=drafts)
     assert model_config.logits_processors is not None
     return model_config.logits_processors[-1]
 
@@ -107,9 +107,9 @@ def handed() -> Any:
         handed_over.drop(key)
 
 
-@pytest.mark.parametrize(("on_v2", "base"), [(False, V1LogitsProcessor), (True, V2LogitsProcessor)])
-def test_vllm_takes_it_for_a_logits_processor(on_v2: bool, base: type) -> None:
-    check = installed(on_v2=on_v2)
+@pytest.mark.parametrize("base", [V1LogitsProcessor, V2LogitsProcessor])
+def test_vllm_takes_it_for_a_logits_processor(base: type) -> None:
+    check = installed()
     assert issubclass(check, base)
     assert issubclass(check, RequestCheck)
     assert carried(admitted(check, spec_tokens=2)) == (None, False, 2, None)
@@ -120,8 +120,8 @@ def test_installed_once_beside_the_users_own() -> None:
         pass
 
     config = ModelConfig(logits_processors=["a.module:Name", Own])
-    install(config, on_v2=True, drafts=False)
-    install(config, on_v2=True, drafts=True)
+    install(config, drafts=False)
+    install(config, drafts=True)
     assert config.logits_processors is not None
     *others, check = config.logits_processors
     assert others == ["a.module:Name", Own]
@@ -255,7 +255,7 @@ def test_a_key_that_nothing_is_under_is_no_key(key: Any, handed: Any) -> None:
 
 def test_the_workers_leave_it_out() -> None:
     config = ModelConfig(logits_processors=["a.module:Name"])
-    install(config, on_v2=False, drafts=True)
+    install(config, drafts=True)
     full = list(config.logits_processors or ())
     with left_out(config):
         assert config.logits_processors == ["a.module:Name"]
@@ -269,19 +269,18 @@ def test_nothing_is_left_where_nothing_else_was() -> None:
     config = ModelConfig()
     with left_out(config):
         assert config.logits_processors is None
-    install(config, on_v2=True, drafts=True)
+    install(config, drafts=True)
     with left_out(config):
         assert config.logits_processors is None
     assert len(config.logits_processors or ()) == 1
 
 
-@pytest.mark.parametrize("on_v2", [False, True])
 @pytest.mark.parametrize("first", ["config", "check"])
 @pytest.mark.parametrize("pickler", ["pickle", "cloudpickle"])
-def test_it_goes_to_other_processes_in_its_config(on_v2: bool, first: str, pickler: str) -> None:
+def test_it_goes_to_other_processes_in_its_config(first: str, pickler: str) -> None:
     dumps = pytest.importorskip(pickler).dumps
     config = ModelConfig()
-    install(config, on_v2=on_v2, drafts=True)
+    install(config, drafts=True)
     assert config.logits_processors is not None
     admitted(config.logits_processors[0], sp_advice_prompt="a")
     if first == "config":
@@ -292,7 +291,8 @@ def test_it_goes_to_other_processes_in_its_config(on_v2: bool, first: str, pickl
         there = check.model_config
     assert isinstance(there, ModelConfig)
     assert check.model_config is there
-    assert issubclass(check, V2LogitsProcessor if on_v2 else V1LogitsProcessor)
+    assert issubclass(check, V1LogitsProcessor)
+    assert issubclass(check, V2LogitsProcessor)
     assert carried(admitted(check, sp_advice_prompt="ab", spec_tokens=2)) == (letters("ab"), False, 2, None)
     with left_out(there):
         assert there.logits_processors is None

@@ -81,7 +81,7 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
         _leave_async_scheduling_off(args, "suffix trees are on the host and draft more with every token there")
     elif args.async_scheduling is None and resolved.options.method == NAIVE and resolved.options.num_speculative_tokens:
         _leave_async_scheduling_off(args, "requests without a reference draft nothing, and their slots would be run")
-    _check_requests(model_config, resolved, on_v2)
+    _check_requests(model_config, resolved)
     logger.info("resolved speculative config: %s", resolved.as_json())
     return config
 
@@ -152,14 +152,14 @@ def _check_v2(resolved: Resolved, model_config: Any) -> None:
         )
 
 
-def _check_requests(model_config: Any, resolved: Resolved, on_v2: bool) -> None:
+def _check_requests(model_config: Any, resolved: Resolved) -> None:
     from vllm_specplus import request_check
 
     assert resolved.options is not None
     if model_config.return_sampling_mask:
         logger.info("what requests ask of vllm-specplus is ignored with return_sampling_mask=True")
         return
-    request_check.install(model_config, on_v2=on_v2, drafts=resolved.options.drafts_from_history)
+    request_check.install(model_config, drafts=resolved.options.drafts_from_history)
 
 
 def _worker_cls(current: str) -> str:

@@ -25,18 +25,28 @@ def by_source(counts: np.ndarray) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def count_step(counts: np.ndarray, num_model: int, rest: int, num_drafted: int, num_accepted: int) -> None:
-    """Add one request's step.
+def count_step(
+    counts: np.ndarray, num_model: np.ndarray, rest: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
+) -> None:
+    """Add one step of B requests.
 
     Args:
         counts: [2, len(SOURCES), K] int64, changed in place.
-        num_model: leading drafts that are the model's.
-        rest: the source of the others.
-        num_drafted, num_accepted: drafts that were verified, and how many of them were accepted.
+        num_model: [B] int, leading drafts that are the model's.
+        rest: [B] int, the source of the others.
+        num_drafted, num_accepted: [B] int, drafts that were verified, and how many of them were accepted.
     """
     for row, tokens in zip(counts, (num_drafted, num_accepted), strict=True):
-        row[MODEL, : min(num_model, tokens)] += 1
-        row[rest, num_model:tokens] += 1
+        of_model = np.minimum(num_model, tokens)
+        row[MODEL] += _num_longer(of_model, row.shape[1])
+        for source in np.unique(rest):
+            chosen = rest == source
+            row[source] += _num_longer(tokens[chosen], row.shape[1]) - _num_longer(of_model[chosen], row.shape[1])
+
+
+def _num_longer(lengths: np.ndarray, width: int) -> np.ndarray:
+    """[width] int: how many of `lengths` ([B], up to `width`) reach past each position."""
+    return np.bincount(lengths, minlength=width + 1)[::-1].cumsum()[::-1][1:]
 
 
 @dataclass

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers import get_tokenizer
+from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from vllm_specplus.request_options import (
     CARRIED,
@@ -132,29 +134,25 @@ class RequestCheck:
         return token_ids
 
 
-def _make(model_config: Any, on_v2: bool, drafts: bool) -> _Remade:
-    if on_v2:
-        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
-    else:
-        from vllm.v1.sample.logits_processor import LogitsProcessor
+def _make(model_config: Any, drafts: bool) -> _Remade:
     attributes = {
         "model_config": model_config,
         "drafts": drafts,
         "tokenizer": _Tokenizer(model_config),
-        "made_from": (model_config, on_v2, drafts),
+        "made_from": (model_config, drafts),
     }
-    return _Remade("EngineRequestCheck", (RequestCheck, LogitsProcessor), attributes)
+    # Each model runner has its own kind of logits processor.
+    return _Remade("EngineRequestCheck", (RequestCheck, V1LogitsProcessor, V2LogitsProcessor), attributes)
 
 
-def install(model_config: Any, *, on_v2: bool, drafts: bool) -> None:
+def install(model_config: Any, *, drafts: bool) -> None:
     """Have every request of an engine checked.
 
     Args:
         model_config: vLLM's, changed in place.
-        on_v2: the model runner whose requests they are.
         drafts: whether the plugin drafts in this engine; if not, a request that asks for drafts is refused.
     """
-    model_config.logits_processors = [*_others(model_config), _make(model_config, on_v2, drafts)]
+    model_config.logits_processors = [*_others(model_config), _make(model_config, drafts)]
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def test_equals_the_count_on_the_host(masked):
             num_model, num_accepted = rng.integers(0, num_drafts + 1, 2).tolist()
             rest = int(rng.choice([NGRAM, REFERENCE]))
             requests[row] = Request(num_drafts, num_accepted + 1, num_drafts, num_model, rest)
-            count_step(expected, num_model, rest, num_drafts, num_accepted)
+            count_step(expected, *map(np.array, ([num_model], [rest], [num_drafts], [num_accepted])))
         run(counts, tallies, requests, masked=masked)
     assert counts.tolist() == expected.tolist()
 

@@ -1,6 +1,6 @@
 """What the requests of a worker have asked of the plugin, from their first step to their last."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,12 +52,12 @@ class LiveRequests:
         self._live: dict[str, LiveRequest] = {}
         self.counts = RequestCounts()
 
+    def __len__(self) -> int:
+        return len(self._live)
+
     def get(self, req_id: str) -> LiveRequest | None:
         """What a request asked, if anything."""
         return self._live.get(req_id)
-
-    def items(self) -> Iterable[tuple[str, LiveRequest]]:
-        return self._live.items()
 
     def begin(self, new_requests: Iterable[Any]) -> None:
         """Take note of requests that are scheduled for the first time, or again after they were preempted.
@@ -100,7 +100,9 @@ class LiveRequests:
         return CarriedOptions(token_ids[: self._max_model_len], carried.edit, carried.max_drafts, carried.key)
 
 
-def limits(live: LiveRequests, req_ids: Iterable[str], width: int) -> np.ndarray:
+def limits(live: LiveRequests, req_ids: Sequence[str], width: int) -> np.ndarray:
     """[B] int64: the drafts that each request allows in a step, at most `width`."""
+    if not len(live):
+        return np.full(len(req_ids), width, np.int64)
     allowed = [asked.max_drafts if (asked := live.get(req_id)) else None for req_id in req_ids]
     return np.array([width if most is None else min(most, width) for most in allowed], np.int64)

@@ -67,16 +67,22 @@ class RequestTracker:
 
     def after_step(self, output: Any) -> None:
         """A step has given its tokens: vLLM's ``ModelRunnerOutput``."""
-        for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            if not tokens:
-                continue
-            num_model, source, num_drafted = self._verified.get(req_id, (0, self._history_source, 0))
-            num_accepted = len(tokens) - 1
-            count_step(self._counts, num_model, source, num_drafted, num_accepted)
+        nothing = (0, self._history_source, 0)
+        rows = [
+            (*self._verified.get(req_id, nothing), len(tokens) - 1, req_id)
+            for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
+            if tokens
+        ]
+        if not rows:
+            return
+        *columns, req_ids = zip(*rows, strict=True)
+        num_model, rest, drafted, accepted = np.array(columns)
+        count_step(self._counts, num_model, rest, drafted, accepted)
+        for i, req_id in enumerate(req_ids if len(self.live) else ()):
             asked = self.live.get(req_id)
             if asked is not None and asked.key is not None:
-                is_reference = source == REFERENCE
-                part = np.array([1, num_drafted * is_reference, num_accepted * is_reference])
+                is_reference = rest[i] == REFERENCE
+                part = np.array([1, drafted[i] * is_reference, accepted[i] * is_reference])
                 self.live.counts.add(asked.key, part)
 
     def stats(self) -> dict[str, Any]:

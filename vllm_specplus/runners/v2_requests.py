@@ -57,7 +57,10 @@ class RequestTracker:
     def end(self, index: int) -> None:
         """A request leaves its place, at its end or because it is preempted."""
         asked = self._asked.pop(index, None)
-        if asked is not None and asked.key is not None:
+        if asked is None:
+            return
+        self._rest[index] = self._history_source
+        if asked.key is not None:
             self.live.counts.add(asked.key, self._tallies[index].clone())
 
     def has_reference(self, index: int) -> bool:
@@ -108,7 +111,6 @@ class RequestTracker:
         idx_mapping = input_batch.idx_mapping
         referenced = self.references(input_batch)
         if not referenced or drafts.shape[1] == 0:
-            self._rest[idx_mapping] = self._history_source
             return num_drafts, num_model
 
         indices, mirror, to_device = input_batch.idx_mapping_np, self._feed.mirror, self._feed.to_device
