@@ -148,6 +148,7 @@ def test_asynchronous_scheduling_on_v2(config: dict[str, object], stays_on: bool
         (HYBRID | {"verify_strategy": "topp"}, {"use_fp64_gumbel": True}, "not allowed with use_fp64_gumbel=True"),
         (HYBRID | {"verify_strategy": "topp"}, {"watermark_config": {}}, "not allowed with a watermark"),
         (HYBRID, {"watermark_config": {}}, "not allowed with a watermark"),
+        (HYBRID, {"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling=True is not allowed"),
     ],
 )
 def test_what_v2_cannot_combine(

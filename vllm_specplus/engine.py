@@ -73,7 +73,7 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     _check_watermark(args)
     on_v2 = _runs_on_v2(args, resolved)
     if on_v2:
-        _check_v2(resolved, model_config)
+        _check_v2(resolved, model_config, parallel_config)
     config = _build(resolved, model_config, parallel_config, on_v2)
     if resolved.options.drafts_from_history and not on_v2:
         _refuse_async_scheduling(args)
@@ -136,7 +136,7 @@ def _check_watermark(args: EngineArgs) -> None:
         )
 
 
-def _check_v2(resolved: Resolved, model_config: Any) -> None:
+def _check_v2(resolved: Resolved, model_config: Any, parallel_config: Any) -> None:
     """Refuse what the plugin's parts of Model Runner V2 cannot do."""
     assert resolved.options is not None
     strategy = resolved.options.verify_strategy
@@ -144,6 +144,11 @@ def _check_v2(resolved: Resolved, model_config: Any) -> None:
         raise SpecPlusConfigError(
             "speculative_config: enable_adaptive_verification=True is not allowed with keys of vllm-specplus: it "
             "trims the drafts that these make"
+        )
+    if resolved.options.drafts_from_history and parallel_config.enable_batch_sharded_sampling:
+        raise SpecPlusConfigError(
+            "speculative_config: enable_batch_sharded_sampling=True is not allowed where vllm-specplus drafts: each "
+            "worker would know what became of its own requests' drafts only"
         )
     if strategy and model_config.use_fp64_gumbel:
         raise SpecPlusConfigError(
