@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -51,6 +52,52 @@ def test_a_lost_parameter_is_named(copied_vllm: Path) -> None:
     doctor(copied_vllm, "v1/spec_decode/llm_base_proposer.py", "discard_request_mask", "discard_mask")
     (problem,) = compat.missing_seams(copied_vllm)
     assert "prepare_next_token_ids_padded has no parameter discard_request_mask" in problem
+
+
+def test_a_lost_parameter_of_a_coroutine_is_named(copied_vllm: Path) -> None:
+    doctor(copied_vllm, "engine/protocol.py", "method: str,", "function: str,")
+    (problem,) = compat.missing_seams(copied_vllm)
+    assert "EngineClient.collective_rpc has no parameter method" in problem
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "words"),
+    [
+        (
+            "v1/worker/gpu/spec_decode/rejection_sampler.py",
+            "verify_draft_sampled: torch.Tensor,\n    )",
+            "verify_draft_sampled: torch.Tensor,\n        bonus: bool = False,\n    )",
+            "RejectionSampler._verify takes logits, .*, verify_draft_sampled, bonus, not just logits",
+        ),
+        (
+            "v1/sample/rejection_sampler.py",
+            "sampling_metadata: SamplingMetadata,\n    ) -> SamplerOutput",
+            "sampling_metadata: SamplingMetadata,\n        **kwargs: object,\n    ) -> SamplerOutput",
+            "RejectionSampler.forward takes metadata, .*, kwargs, not just metadata",
+        ),
+        (
+            "v1/worker/gpu/sample/sampler.py",
+            "expanded_local_pos: torch.Tensor,\n        seq_lens_upper_bound_np: np.ndarray,\n        return_logprobs",
+            "seq_lens_upper_bound_np: np.ndarray,\n        expanded_local_pos: torch.Tensor,\n        return_logprobs",
+            "Sampler.sample takes .* seq_lens_upper_bound_np, expanded_local_pos, return_logprobs, not just",
+        ),
+    ],
+    ids=["added", "anything", "moved"],
+)
+def test_other_parameters_of_a_replaced_method_are_named(
+    file: str, old: str, new: str, words: str, copied_vllm: Path
+) -> None:
+    """Where vLLM calls the plugin's in its place, with whatever its own takes."""
+    doctor(copied_vllm, file, old, new)
+    (problem,) = compat.missing_seams(copied_vllm)
+    assert re.search(words, problem)
+
+
+def test_a_function_that_became_something_else_is_named(copied_vllm: Path) -> None:
+    file = "v1/spec_decode/custom_class_proposer.py"
+    doctor(copied_vllm, file, "def create_custom_proposer", "create_custom_proposer = print\n\n\ndef make_proposer")
+    (problem,) = compat.missing_seams(copied_vllm)
+    assert "create_custom_proposer is no function any more" in problem
 
 
 def test_a_lost_module_is_named(copied_vllm: Path) -> None:

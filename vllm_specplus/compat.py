@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 TESTED_VERSIONS = ("0.32", "0.33")
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class SpecPlusCompatError(RuntimeError):
@@ -31,12 +32,14 @@ class Seam:
         name: a name of that module, or ``Class.member`` for a method or an annotated field of a class.
         why: what the plugin does with it.
         parameters: parameters of the function that the plugin passes or takes over by name.
+        is_exact: these are all its parameters, in this order; of a method that is replaced by one with just these.
     """
 
     module: str
     name: str
     why: str
     parameters: tuple[str, ...] = ()
+    is_exact: bool = False
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}"
@@ -50,6 +53,7 @@ _V2 = "vllm.v1.worker.gpu.model_runner"
 _V2_SPEC = "vllm.v1.worker.gpu.spec_decode"
 _V2_STATES = "vllm.v1.worker.gpu.states"
 _V2_SAMPLE = "vllm.v1.worker.gpu.sample"
+_ENDPOINTS = "vllm.plugins.endpoint_plugins.interface"
 
 
 def _members(module: str, owner: str, names: str, why: str) -> tuple[Seam, ...]:
@@ -62,6 +66,7 @@ CONFIG_SEAMS = (
         "EngineArgs.create_speculative_config",
         "the one permanent patch: builds the plugin's SpeculativeConfig and names its worker",
         ("target_model_config", "target_parallel_config"),
+        is_exact=True,
     ),
     *_members(
         "vllm.engine.arg_utils",
@@ -75,6 +80,7 @@ CONFIG_SEAMS = (
         "distributed_executor_backend pipeline_parallel_size enable_dbo",
         "read: which model runner vLLM chooses",
     ),
+    Seam("vllm.engine.arg_utils", "EngineArgs.watermark_config", "read: what the plugin's parts would leave out"),
     Seam("vllm.config.model", "ModelConfig.use_fp64_gumbel", "read: noise that the plugin's verification lacks"),
     Seam("vllm.config.model", "ModelConfig.head_dtype", "read: what the verification's kernels are compiled for"),
     Seam("vllm.distributed.parallel_state", "get_pp_group", "called: which stage drafts"),
@@ -101,6 +107,7 @@ CONFIG_SEAMS = (
     ),
     *_members("vllm.config.scheduler", "SchedulerConfig", "max_num_seqs async_scheduling", "read"),
     Seam("vllm.config.parallel", "ParallelConfig.worker_cls", "set to the plugin's worker"),
+    Seam("vllm.config.parallel", "ParallelConfig.enable_batch_sharded_sampling", "read: what V2 cannot combine"),
     Seam("vllm.envs", "VLLM_USE_V2_MODEL_RUNNER", "read: which model runner vLLM chooses"),
     Seam("vllm.triton_utils", "HAS_TRITON", "read: which model runner vLLM chooses"),
     Seam("vllm.platforms", "current_platform", "read: which worker to extend"),
@@ -142,12 +149,31 @@ REQUEST_SEAMS = (
     Seam("vllm.distributed.parallel_state", "get_tp_group", "called: one worker of several logs"),
 )
 
+ENDPOINT_SEAMS = (
+    Seam("vllm.engine.protocol", "EngineClient.collective_rpc", "called: the workers' counts", ("method", "args")),
+    Seam("vllm.engine.protocol", "EngineClient.vllm_config", "read: whether the plugin drafts"),
+    *_members(_ENDPOINTS, "EndpointPlugin", "name required_tasks", "given by the plugin's routes"),
+    Seam(_ENDPOINTS, "EndpointPlugin.attach_router", "the plugin's routes", ("app",), is_exact=True),
+    Seam(
+        _ENDPOINTS,
+        "EndpointPlugin.init_state",
+        "the engine that the plugin's routes ask",
+        ("engine_client", "state", "args"),
+        is_exact=True,
+    ),
+)
+
 WORKER_SEAMS = (
     Seam("vllm.v1.worker.gpu_worker", "Worker.init_device", "extended: overrides while it runs"),
     Seam("vllm.v1.worker.gpu_worker", "Worker.use_v2_model_runner", "read: which runner is built"),
     Seam("vllm.v1.worker.gpu_worker", "Worker.load_model", "extended: overrides while it runs"),
-    Seam("vllm.v1.worker.gpu_worker", "Worker.execute_model", "extended: new requests", ("scheduler_output",)),
-    Seam("vllm.v1.worker.gpu_worker", "Worker.sample_tokens", "extended: what was accepted", ("grammar_output",)),
+    *(
+        Seam("vllm.v1.worker.gpu_worker", f"Worker.{name}", why, (parameter,), is_exact=True)
+        for name, parameter, why in (
+            ("execute_model", "scheduler_output", "extended: new requests"),
+            ("sample_tokens", "grammar_output", "extended: what was accepted"),
+        )
+    ),
     Seam("vllm.v1.worker.gpu_worker", "Worker.model_runner", "read: what was built"),
     Seam("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "extended: overrides while it runs"),
 )
@@ -157,7 +183,14 @@ V1_SEAMS = (
         Seam(_V1, name, "replaced by a hybrid subclass while the runner is built")
         for name in ("EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer", "DraftModelProposer")
     ),
-    Seam(_V1, "create_custom_proposer", "returns the plugin's own drafter", ("vllm_config",)),
+    Seam(_V1, "create_custom_proposer", "replaced by the plugin's own drafter"),
+    Seam(
+        "vllm.v1.spec_decode.custom_class_proposer",
+        "create_custom_proposer",
+        "replaced by the plugin's own drafter",
+        ("vllm_config",),
+        is_exact=True,
+    ),
     Seam(_V1, "Sampler", "replaced by the strategy's sampler while the runner is built"),
     Seam(_V1, "RejectionSampler", "replaced by the strategy's verifier while the runner is built"),
     Seam(_V1, "GPUModelRunner._get_positions", "called: positions that key the noise"),
@@ -171,8 +204,15 @@ V1_SEAMS = (
     *_members(
         _V1,
         "GPUModelRunner",
-        "_copy_draft_token_ids_to_cpu _draft_token_ids _draft_token_req_ids",
+        "_draft_token_ids _draft_token_req_ids",
+        "set: no zeros where nothing was drafted",
+    ),
+    Seam(
+        _V1,
+        "GPUModelRunner._copy_draft_token_ids_to_cpu",
         "extended: no zeros where nothing was drafted",
+        ("scheduler_output", "zeros_only"),
+        is_exact=True,
     ),
     *_members(
         "vllm.v1.worker.gpu_input_batch",
@@ -212,18 +252,21 @@ V1_SEAMS = (
         "SpecDecodeBaseProposer.prepare_next_token_ids_padded",
         "this step's tokens, as a tensor",
         ("sampled_token_ids", "requests", "gpu_input_batch", "discard_request_mask"),
+        is_exact=True,
     ),
     Seam(
         _BASE,
         "SpecDecodeBaseProposer.prepare_next_token_ids_cpu",
         "this step's tokens, as lists",
         ("sampled_token_ids", "requests", "gpu_input_batch", "num_scheduled_tokens"),
+        is_exact=True,
     ),
     Seam(
         _REJECTION,
         "RejectionSampler.forward",
         "replaced",
         ("metadata", "draft_probs", "logits", "sampling_metadata"),
+        is_exact=True,
     ),
     *_members(_REJECTION, "RejectionSampler", "sampler is_processed_logprobs_mode", "read"),
     Seam(
@@ -250,6 +293,7 @@ V1_SEAMS = (
         "Sampler.sample",
         "replaced where a strategy is set",
         ("logits", "sampling_metadata", "logprobs_mode_override"),
+        is_exact=True,
     ),
     Seam(
         _SAMPLER,
@@ -270,7 +314,13 @@ V2_SEAMS = (
         "speculator rejection_sampler draft_tokens_handler speculative_config model_config device",
         "read: the parts that were built",
     ),
-    Seam(_V2_SPEC, "init_speculator", "called: vLLM's own speculator", ("vllm_config", "device", "req_states")),
+    Seam(
+        _V2_SPEC,
+        "init_speculator",
+        "replaced and called: vLLM's own speculator",
+        ("vllm_config", "device", "req_states"),
+        is_exact=True,
+    ),
     *(
         Seam(f"{_V2_SPEC}.{module}.speculator", name, "replaced by a hybrid subclass while the speculator is built")
         for module, name in (
@@ -308,6 +358,7 @@ V2_SEAMS = (
         "DraftTokensHandler.set_draft_tokens",
         "extended: how many drafts are meant",
         ("input_batch", "draft_tokens"),
+        is_exact=True,
     ),
     *_members(
         f"{_V2_SPEC}.utils",
@@ -324,7 +375,7 @@ V2_SEAMS = (
         "extended: tokens on the host",
         ("req_id", "prompt_len", "all_token_ids"),
     ),
-    Seam(_V2_STATES, "RequestState.remove_request", "extended: counts of single requests", ("req_id",)),
+    Seam(_V2_STATES, "RequestState.remove_request", "extended: counts of single requests", ("req_id",), is_exact=True),
     *_members(_V2_STATES, "RequestState", "all_token_ids total_len req_id_to_index", "read: the requests' tokens"),
     Seam("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor.gpu", "read: the requests' tokens"),
     *_members("vllm.v1.worker.gpu.buffer_utils", "UvaBackedTensor", "gpu np", "read: what the requests ask for"),
@@ -351,12 +402,34 @@ V2_SEAMS = (
             "seq_lens_upper_bound_np",
         ),
     ),
-    Seam(f"{_V2_SAMPLE}.sampler", "Sampler.sample", "replaced", ("logits", "expanded_idx_mapping", "return_logprobs")),
+    Seam(
+        f"{_V2_SAMPLE}.sampler",
+        "Sampler.sample",
+        "replaced",
+        (
+            "logits",
+            "expanded_idx_mapping",
+            "idx_mapping",
+            "idx_mapping_np",
+            "pos",
+            "input_ids",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+            "return_logprobs",
+        ),
+        is_exact=True,
+    ),
     *_members(
         f"{_V2_SAMPLE}.sampler", "Sampler", "sampling_states logprobs_mode return_sampling_mask", "read; the first set"
     ),
     Seam(f"{_V2_SAMPLE}.states", "SamplingStates.__init__", "subclassed", ("max_num_reqs", "vocab_size")),
-    Seam(f"{_V2_SAMPLE}.states", "SamplingStates.add_request", "extended", ("req_idx", "sampling_params")),
+    Seam(
+        f"{_V2_SAMPLE}.states",
+        "SamplingStates.add_request",
+        "extended",
+        ("req_idx", "sampling_params"),
+        is_exact=True,
+    ),
     *(
         Seam(
             f"{_V2_SAMPLE}.states",
@@ -377,6 +450,7 @@ V2_SEAMS = (
         "RejectionSampler.__call__",
         "extended: slots that hold no draft",
         ("logits", "input_batch", "draft_logits", "invalid_drafts"),
+        is_exact=True,
     ),
     Seam(
         f"{_V2_SPEC}.rejection_sampler",
@@ -395,12 +469,13 @@ V2_SEAMS = (
             "seq_lens_upper_bound_np",
             "verify_draft_sampled",
         ),
+        is_exact=True,
     ),
     *_members(f"{_V2_SPEC}.rejection_sampler", "RejectionSampler", "sampler num_speculative_steps", "read"),
     Seam("vllm.config.model", "PROCESSED_LOGPROBS_MODES", "read: which logprobs are asked for"),
 )
 
-LEDGER = CONFIG_SEAMS + REQUEST_SEAMS + WORKER_SEAMS + V1_SEAMS + V2_SEAMS
+LEDGER = CONFIG_SEAMS + REQUEST_SEAMS + ENDPOINT_SEAMS + WORKER_SEAMS + V1_SEAMS + V2_SEAMS
 
 
 def vllm_root() -> Path:
@@ -459,12 +534,22 @@ def _problem(root: Path, seam: Seam) -> str | None:
         if found is None:
             return f"{seam} is gone ({seam.why})"
         scope = found
-    if seam.parameters and isinstance(scope, ast.FunctionDef):
-        arguments = scope.args
-        given = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    if seam.parameters:
+        if not isinstance(scope, _Function):
+            return f"{seam} is no function any more ({seam.why})"
+        given = _parameters(scope)
         if lost := [p for p in seam.parameters if p not in given]:
             return f"{seam} has no parameter {', '.join(lost)} ({seam.why})"
+        if seam.is_exact and given != seam.parameters:
+            return f"{seam} takes {', '.join(given)}, not just {', '.join(seam.parameters)} ({seam.why})"
     return None
+
+
+def _parameters(function: _Function) -> tuple[str, ...]:
+    """All but ``self``, in order."""
+    arguments = function.args
+    given = (*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg)
+    return tuple(a.arg for a in given if a is not None and a.arg != "self")
 
 
 @cache
@@ -479,7 +564,7 @@ def _bindings(scope: ast.AST) -> dict[str, ast.AST]:
     todo = list(getattr(scope, "body", []))
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        if isinstance(node, ast.ClassDef | _Function):
             names[node.name] = node
             if isinstance(scope, ast.ClassDef):
                 names = _attributes(node) | names

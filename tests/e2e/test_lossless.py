@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative, target
+from tests.e2e.references import DRAFTING, check_sums, stats
 
 # An engine's arguments, by what they bring about.
 ENGINES: dict[str, dict[str, Any]] = {
@@ -15,6 +16,26 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 # Some longer than a chunk of the prefill, and than the blocks that a prefix cache drops for MTP's sake.
 LONG = [*PROMPTS, PROMPTS[0] * 3, list(range(30, 250))]
+
+
+def check_sources(proposer: str, counts: dict[str, Any], *, is_taken: bool) -> None:
+    """What should draft did, and nothing else: the model in its slots, the history past them.
+
+    Args:
+        proposer: a name of `PROPOSERS`.
+        counts: what the engine's worker counted.
+        is_taken: whether some of the history's drafts must have been accepted, as the trained model's text is like.
+    """
+    config = PROPOSERS[proposer]
+    is_hybrid = "mtp_strategy" in config
+    history = next((source for source in ("ngram", "suffix") if source in proposer), None)
+    sources = {"model"} if is_hybrid else set()
+    if history is not None:
+        sources.add(history)
+        steps = config.get("num_model_steps", 1) if is_hybrid else 0
+        assert any(counts["drafted"][history][steps:])
+        assert any(counts["accepted"][history][steps:]) or not is_taken
+    assert {source for source, row in counts["drafted"].items() if any(row)} == sources
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +63,9 @@ def test_greedy_text(
         assert e.tokens(LONG) == expected
         assert [t for p in LONG[:3] for t in e.tokens([p])] == expected[:3]
         counts, width = e.counts(), e.runner.num_spec_tokens
+        if proposer in DRAFTING:
+            check_sums(e)
+            check_sources(proposer, stats(e), is_taken=model == trained)
     # Drafts are taken and drafts are refused, or the test would show little.
     if proposer == "naive":
         assert counts.accepted == 0

@@ -1,16 +1,18 @@
-"""Short runs on Model Runner V2, and engines in processes of their own."""
+"""Short runs on Model Runner V2, with asynchronous scheduling too, and on V1 to compare with."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.platforms import current_platform
 
 from tests.e2e.engines import PROMPTS, Engine, engine
-from tests.e2e.references import ask, stats
 
 # A step takes a tenth of a second and more under the interpreter, so texts are short and few.
 FEW = PROMPTS[:4]
@@ -22,64 +24,47 @@ def tokens(e: Engine, prompts: list[list[int]] = FEW, **sampling: Any) -> list[l
     return e.tokens(prompts, **{"max_tokens": MAX_TOKENS} | sampling)
 
 
-def elsewhere(
-    runner: int,
-    model: Path,
-    config: dict[str, Any] | None,
-    prompts: list[list[int]] = FEW,
-    sampling: dict[str, Any] | None = None,
-    **args: Any,
-) -> dict[str, Any]:
-    """What an engine in another process does: ``{"tokens": ..., "drafted": ..., "accepted": ..., "stats": ...}``.
+def v1_tokens(model: Path, config: dict[str, Any] | None) -> list[list[int]]:
+    """The texts of `FEW` on the V1 model runner, which needs a process of its own.
 
     Args:
-        runner: 1 or 2, the model runner.
-        model, config, args: of the engine. ``async_scheduling=True`` holds, though vLLM has it off on a CPU.
-        prompts, sampling: of the requests; ``json`` is a schema of the output, ``extra`` each one's ``extra_args``.
+        model, config: of the engine.
     """
-    env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
-    if runner == 1:
-        del env["TRITON_INTERPRET"]
-        folders = [f for f in env["PYTHONPATH"].split(os.pathsep) if not f.endswith("triton_cpu")]
-        env["PYTHONPATH"] = os.pathsep.join(folders)
-    asked = json.dumps([str(model), config, prompts, sampling or {}, args])
-    command = [sys.executable, "-m", "tests.e2e_v2.engines", asked]
+    env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    del env["TRITON_INTERPRET"]
+    folders = [f for f in env["PYTHONPATH"].split(os.pathsep) if not f.endswith("triton_cpu")]
+    env["PYTHONPATH"] = os.pathsep.join(folders)
+    command = [sys.executable, "-m", "tests.e2e_v2.engines", json.dumps([str(model), config])]
     done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _keep_async_scheduling() -> None:
-    from vllm.platforms import current_platform
-
+@contextmanager
+def async_engine(model: Path, config: dict[str, Any] | None, **args: Any) -> Iterator[Engine]:
+    """Start an engine with asynchronous scheduling, which vLLM has off on a CPU."""
     platform = type(current_platform)
     check = platform.check_and_update_config
 
     def check_and_keep(vllm_config: Any) -> None:
-        wanted = vllm_config.scheduler_config.async_scheduling
         check(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = wanted
+        vllm_config.scheduler_config.async_scheduling = True
 
-    platform.check_and_update_config = staticmethod(check_and_keep)
+    with (
+        patch.object(platform, "check_and_update_config", staticmethod(check_and_keep)),
+        engine(model, config, async_scheduling=True, **args) as e,
+    ):
+        scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler
+        assert type(scheduler).__name__ == "AsyncScheduler"
+        yield e
 
 
 def main() -> None:
     import tests.conftest  # noqa: F401
 
-    model, config, prompts, sampling, args = json.loads(sys.argv[1])
-    if args.get("async_scheduling"):
-        _keep_async_scheduling()
-    if "json" in sampling:
-        sampling["structured_outputs"] = StructuredOutputsParams(json=sampling.pop("json"))
-    with engine(Path(model), config, **args) as e:
-        scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler
-        extra = sampling.pop("extra", None)
-        found = ask(e, prompts, extra, **sampling) if extra else tokens(e, prompts, **sampling)
-        result: dict[str, Any] = {"tokens": found, "scheduler": type(scheduler).__name__}
-        if config is not None:
-            counts = e.counts()
-            result |= {"drafted": counts.drafted, "accepted": counts.accepted, "stats": stats(e)}
-    print(json.dumps(result))
+    model, config = json.loads(sys.argv[1])
+    with engine(Path(model), config) as e:
+        print(json.dumps(tokens(e)))
 
 
 if __name__ == "__main__":

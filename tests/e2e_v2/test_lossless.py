@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative, target
-from tests.e2e_v2.engines import FEW, elsewhere, tokens
+from tests.e2e.references import DRAFTING, check_sums, stats
+from tests.e2e.test_lossless import check_sources
+from tests.e2e_v2.engines import FEW, async_engine, tokens, v1_tokens
 
 # Longer than a chunk of the prefill, and than the blocks that a prefix cache drops for MTP's sake.
 PROMPT_SETS = {"few": FEW, "long": [PROMPTS[0] * 3, PROMPTS[1], list(range(30, 150))]}
@@ -32,11 +34,16 @@ def plain_text(tiny: Path, trained: Path) -> dict[tuple[Path, str], list[list[in
 @pytest.mark.parametrize("proposer", marked(PROPOSERS, ["mtp_ngram", "suffix"]))
 def test_greedy_text(proposer: str, tiny: Path, trained: Path, draft: Path, plain_text: Any) -> None:
     model = target(proposer, tiny, trained)
-    with engine(model, speculative(proposer, draft)) as e:
+    # Or the history drafts next to nothing in texts as short as these of a random model.
+    more = {} if model == trained else {"min_ngram_size": 1}
+    with engine(model, speculative(proposer, draft, **more)) as e:
         assert tokens(e) == plain_text[model, "few"]
         # Alone too, with what is cached of the first run in a suffix tree.
         assert tokens(e, FEW[:1]) == plain_text[model, "few"][:1]
         counts, width = e.counts(), e.runner.num_speculative_steps
+        if proposer in DRAFTING:
+            check_sums(e)
+            check_sources(proposer, stats(e), is_taken=model == trained)
     if proposer == "naive":
         assert counts.drafted == 0
         return
@@ -69,27 +76,33 @@ def test_greedy_text_under_every_strategy(
 
 def test_v1_has_the_same_text(trained: Path, draft: Path, plain_text: Any) -> None:
     for config in (None, speculative("mtp_ngram", draft)):
-        assert elsewhere(1, trained, config)["tokens"] == plain_text[trained, "few"]
+        assert v1_tokens(trained, config) == plain_text[trained, "few"]
 
 
-@pytest.mark.parametrize("proposer", ["mtp_ngram_override", "mtp_suffix", "naive"])
+@pytest.mark.parametrize("proposer", ["mtp_ngram_override", "mtp_suffix", "ngram", "suffix", "naive"])
 def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, plain_text: Any) -> None:
     """Every slot is scheduled before its draft is made; those that nothing fills are no drafts."""
-    result = elsewhere(2, trained, speculative(proposer, draft), async_scheduling=True)
-    assert result["scheduler"] == "AsyncScheduler"
-    assert result["tokens"] == plain_text[trained, "few"]
+    with async_engine(trained, speculative(proposer, draft)) as e:
+        assert tokens(e) == plain_text[trained, "few"]
+        found, counts = stats(e), e.counts()
+    unfilled = found["drafted"].pop("unfilled")
+    check_sources(proposer, found, is_taken=True)
+    assert sum(found["accepted"]["unfilled"]) == 0
     if proposer == "naive":
-        assert result["drafted"] == 0
+        assert counts.drafted == 0
     else:
-        assert 0 < result["accepted"] < result["drafted"]
+        assert 0 < counts.accepted < counts.drafted
+        assert any(unfilled)
 
 
 def test_asynchronous_scheduling_accepts_no_filler(trained: Path, draft: Path) -> None:
     """`accept_all` takes every draft that there is, and a slot without one holds token 0."""
-    config = speculative("mtp_ngram", draft, accept_policy="accept_all")
-    result = elsewhere(2, trained, config, async_scheduling=True)
-    assert result["accepted"] > 0
-    assert 0 not in {token for text in result["tokens"] for token in text}
+    with async_engine(trained, speculative("mtp_ngram", draft, accept_policy="accept_all")) as e:
+        assert 0 not in {token for text in tokens(e) for token in text}
+        found = stats(e)
+    assert any(found["drafted"].pop("unfilled"))
+    check_sources("mtp_ngram", found, is_taken=True)
+    assert sum(found["accepted"]["unfilled"]) == 0
 
 
 def test_eagle3(draft: Path) -> None:

@@ -5,18 +5,26 @@ values on the host, and operations whose result's shape depends on values. Kerne
 reads everything that a kernel does.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
+from vllm.v1.worker.cpu import shm  # puts what waits for nothing in the place of torch's streams and events
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from tests.e2e.engines import engine, speculative
-from tests.e2e_v2.engines import FEW, tokens
+from tests.e2e.references import ask, config_of, stats
+from tests.e2e_v2.engines import FEW, async_engine, tokens
 from tests.runners.suffix_engine import Engine, Event
 from vllm_specplus.runners import v2, v2_requests, v2_verify
 from vllm_specplus.runners.v2_host import TokenFeed
@@ -24,111 +32,189 @@ from vllm_specplus.runners.v2_suffix import SuffixFiller
 from vllm_specplus.verify import checks
 
 _READS = ("item", "tolist", "numpy", "cpu")
+_aten = torch.ops.aten
 _WAITING = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten.equal.default,
+    _aten._local_scalar_dense.default,
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten.equal.default,
+    _aten._unique.default,
+    _aten._unique2.default,
+    _aten.unique_dim.default,
+    _aten.unique_consecutive.default,
+    _aten.unique_dim_consecutive.default,
 }
+_INDEX_PUT = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+
+
+def _waits(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch reads values on the host to do this."""
+    if function is _aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    # A single value is put in by `masked_fill`.
+    if function is _aten.index.Tensor or (function in _INDEX_PUT and args[2].numel() != 1):
+        return any(i is not None and i.dtype == torch.bool for i in args[1])
+    return function in _WAITING
 
 
 class _NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        picks = function is torch.ops.aten.index.Tensor and any(
-            i is not None and i.dtype == torch.bool for i in args[1]
-        )
-        waits = picks or function in _WAITING
-        assert not waits, f"{function} waits for the device"
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if _waits(function, args, kwargs):
+            raise AssertionError(f"{function} waits for the device")
+        # In inference mode what is made of other operations comes in one piece.
+        with self:
+            result = function.decompose(*args, **kwargs)
+        return function(*args, **kwargs) if result is NotImplemented else result
+
+
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _to_cpu(tensor: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> bool:
+    return isinstance(device, str) and device == "cpu"
+
+
+class Guard:
+    """Lets guarded methods fail where they would wait, but not in what they call that is paused.
+
+    Each of them is given by its class or module and its name, and answered with the list of its calls.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self._patch = monkeypatch.setattr
+        self._is_on = False
+        for name in _READS:
+            self._refuse(torch.Tensor, name, f"Tensor.{name}")
+        self._refuse(torch.Tensor, "to", "Tensor.to", _to_cpu)
+        for module in (torch.cuda, torch.accelerator):
+            self._refuse(module, "synchronize", f"{module.__name__}.synchronize")
+        self._refuse_of_instances(shm._EventPlaceholder, "synchronize", "Event.synchronize")
+        self._refuse_of_instances(shm._StreamPlaceholder, "synchronize", "Stream.synchronize")
+        self.pause(GridExecutor, "__call__")
+        # On a CPU alone, arguments are checked by their values.
+        for name in ("_check_values", "_check_range"):
+            monkeypatch.setattr(checks, name, lambda *args: None)
+        monkeypatch.setattr(checks, "_width", lambda cu, max_rows: max_rows)
+
+    def method(self, owner: Any, name: str) -> list[int]:
+        return self._wrap(owner, name, True, _NoWaiting)
+
+    def pause(self, owner: Any, name: str) -> list[int]:
+        return self._wrap(owner, name, False, _disable_current_modes)
+
+    def _wrap(self, owner: Any, name: str, is_on: bool, mode: Callable[[], Any]) -> list[int]:
+        method, calls = getattr(owner, name), []
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            before, self._is_on = self._is_on, is_on
+            try:
+                with mode():
+                    return method(*args, **kwargs)
+            finally:
+                self._is_on = before
+
+        self._patch(owner, name, wrapped)
+        return calls
+
+    def _refuse(self, owner: Any, name: str, label: str, waits: Callable[..., bool] = _always) -> None:
+        function = getattr(owner, name)
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            # Not by `assert`: pytest would look at the tensors to say more.
+            if self._is_on and waits(*args, **kwargs):
+                raise AssertionError(f"{label} waits for the device")
+            return function(*args, **kwargs)
+
+        self._patch(owner, name, refuse)
+
+    def _refuse_of_instances(self, owner: type, name: str, label: str) -> None:
+        """What a class's instances set for themselves when they are made."""
+        init = owner.__init__
+
+        def init_refusing(instance: Any, *args: Any, **kwargs: Any) -> None:
+            init(instance, *args, **kwargs)
+            self._refuse(instance, name, label)
+
+        self._patch(owner, "__init__", init_refusing)
 
 
 @pytest.fixture
-def guard(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[int]]:
-    """Guards a method: it fails where it would wait. Returns the list of its calls."""
-    guarded = [False]
+def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
+    return Guard(monkeypatch)
 
-    @contextmanager
-    def guarding(on: bool) -> Iterator[None]:
-        before, guarded[0] = guarded[0], on
-        try:
-            yield
-        finally:
-            guarded[0] = before
 
-    for name in _READS:
-        read = getattr(torch.Tensor, name)
-
-        def refuse(self, *args, read=read, name=name, **kwargs):
-            assert not guarded[0], f"Tensor.{name} waits for the device"
-            return read(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, refuse)
-
-    launch = GridExecutor.__call__
-
-    def launch_unguarded(self, *args, **kwargs):
-        with guarding(False), torch.utils._python_dispatch._disable_current_modes():
-            return launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", launch_unguarded)
-    # On a CPU alone, arguments are checked by their values.
-    for name in ("_check_values", "_check_range"):
-        monkeypatch.setattr(checks, name, lambda *args: None)
-    monkeypatch.setattr(checks, "_width", lambda cu, max_rows: max_rows)
-
-    def guard_method(owner: Any, name: str) -> list[int]:
-        method, calls = getattr(owner, name), []
-
-        def guarded_method(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            with guarding(True), _NoWaiting():
-                return method(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, guarded_method)
-        return calls
-
-    return guard_method
+def guard_all(guard: Guard, speculator: type) -> dict[str, list[int]]:
+    """Guard the plugin's part of a step, and pause vLLM's own methods that it extends or calls."""
+    guard.pause(TargetDependentARSpeculator, "propose")
+    guard.pause(RejectionSampler, "__call__")
+    guard.pause(Sampler, "apply_sampling_params")
+    for name in ("apply_temperature", "apply_min_p", "apply_top_k_top_p"):
+        guard.pause(SamplingStates, name)
+    guard.pause(DraftTokensHandler, "set_draft_tokens")
+    guard.pause(v2, "async_copy_to_np")
+    methods: list[tuple[Any, str]] = [
+        (speculator, "propose"),
+        (v2.Drafting, "begin"),
+        (v2.Drafting, "fill"),
+        (v2.VariableLengthHandler, "set_draft_tokens"),
+        (v2_verify.CountingRejectionSampler, "__call__"),
+        (v2_requests.RequestTracker, "limit"),
+        (v2_requests.RequestTracker, "count_steps"),
+        (v2_requests.RequestTracker, "put_references_first"),
+        (v2_requests.RequestTracker, "count_drafts"),
+    ]
+    return {name: guard.method(owner, name) for owner, name in methods}
 
 
 @pytest.mark.parametrize("strategy", ["topp", "target_match", "rejection"])
-def test_hybrid_and_verification(strategy: str, guard: Any, trained: Path, draft: Path) -> None:
-    drafted = guard(v2.Drafting, "fill")
-    verified = guard(v2_verify.StrategySampler, "verify")
-    rows = guard(v2_verify.StrategyRejectionSampler, "_rows_of")
-    marked = guard(v2_verify.CountingRejectionSampler, "_unmeant")
-    counted = guard(v2_requests.RequestTracker, "count_drafts")
+def test_hybrid_and_verification(strategy: str, guard: Guard, trained: Path, draft: Path) -> None:
+    calls = guard_all(guard, v2._HybridMixin)
+    verifier = v2_verify.StrategyRejectionSampler
+    calls |= {name: guard.method(verifier, name) for name in ("_verify", "_rows_of")}
+    calls |= {name: guard.method(v2_verify.StrategySampler, name) for name in ("sample", "reported")}
     config = speculative("mtp_ngram_override", draft, verify_strategy=strategy, draft_sample_method="probabilistic")
-    with engine(trained, config) as e:
+    with engine(trained, config, logprobs_mode="processed_logprobs") as e:
         tokens(e, FEW[:2], temperature=0.8, top_p=0.9, top_k=20, max_tokens=8)
-    assert drafted
-    assert verified
-    assert marked
-    assert counted
-    assert bool(rows) == (strategy == "rejection")
+    assert bool(calls.pop("_rows_of")) == (strategy == "rejection")
+    assert all(calls.values())
 
 
-def test_vllms_verification(guard: Any, trained: Path, draft: Path) -> None:
-    guarded = [
-        guard(v2.Drafting, "fill"),
-        guard(v2, "write_one_hot_rows"),
-        guard(v2_verify.CountingRejectionSampler, "_unmeant"),
-    ]
+def test_vllms_verification(guard: Guard, trained: Path, draft: Path) -> None:
+    calls = guard_all(guard, v2._HybridMixin) | {"one_hot": guard.method(v2, "write_one_hot_rows")}
     with engine(trained, speculative("mtp_ngram", draft, draft_sample_method="probabilistic")) as e:
         tokens(e, FEW[:2], max_tokens=8)
-    assert all(guarded)
+    assert all(calls.values())
 
 
-def test_ngram(guard: Any, trained: Path, draft: Path) -> None:
-    drafted = guard(v2.Drafting, "fill")
+def test_ngram(guard: Guard, trained: Path, draft: Path) -> None:
+    calls = guard_all(guard, v2.HistorySpeculator)
     with engine(trained, speculative("ngram", draft)) as e:
         tokens(e, FEW[:2], max_tokens=8)
-    assert drafted
+    assert all(calls.values())
 
 
-def test_suffix_trees_under_asynchronous_scheduling(guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait in one place alone: for the tokens of the step before."""
+@pytest.mark.parametrize(
+    ("proposer", "speculator"),
+    [("mtp_ngram", v2._HybridMixin), ("suffix", v2.HistorySpeculator), ("naive", v2.HistorySpeculator)],
+)
+def test_asynchronous_scheduling(proposer: str, speculator: type, guard: Guard, trained: Path, draft: Path) -> None:
+    """References and suffix trees wait in one place alone, for the tokens of the step before."""
+    calls = guard_all(guard, speculator) | {"_take_in": guard.pause(TokenFeed, "_take_in")}
+    calls["end"] = guard.method(v2_requests.RequestTracker, "end")
+    with async_engine(trained, config_of(proposer, draft)) as e:
+        (text,) = tokens(e, FEW[:1], max_tokens=12)
+        extra = [{"sp_advice_prompt_token_ids": text, "sp_edit": 1}, {"spec_tokens": 1}, {}]
+        assert ask(e, [*FEW[:1] * 2, FEW[1]], extra, max_tokens=12)[:2] == [text] * 2
+        assert sum(stats(e)["accepted"]["reference"]) > 0
+    assert all(calls.values())
+
+
+def test_suffix_trees_wait_for_the_step_before(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     Event.install(monkeypatch)
-    guarded = [guard(TokenFeed, "_send"), guard(SuffixFiller, "_continue")]
+    guarded = [guard.method(TokenFeed, "_send"), guard.method(SuffixFiller, "_continue")]
     stand_in = Engine(is_async=True)
     stand_in.add("a", 0, [1, 2, 3, 1, 2, 3])
     for token in (1, 2, 3):
@@ -141,28 +227,75 @@ WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda t: t.item(),
     "tolist": lambda t: t.tolist(),
     "int": int,
+    "bool": lambda t: 1 if t > 0 else 0,
     "cpu": lambda t: t.cpu(),
+    "to": lambda t: t.to("cpu"),
+    "to_device": lambda t: t.to(device="cpu", non_blocking=True),
+    "array": np.asarray,
     "nonzero": lambda t: t.nonzero(),
     "mask": lambda t: t[t > 0],
+    "put_by_mask": lambda t: t.expand(2).clone().index_put_((t.expand(2) > 0,), torch.zeros(2)),
+    "unique": lambda t: t.unique(),
+    "unique_rows": lambda t: t[None].unique(dim=0),
+    "unique_consecutive": lambda t: t.unique_consecutive(),
+    "unique_consecutive_rows": lambda t: t[None].unique_consecutive(dim=0),
+    "repeat_interleave": lambda t: t.repeat_interleave(t.long()),
+    "device": lambda t: torch.cuda.synchronize(),
+    "accelerator": lambda t: torch.accelerator.synchronize(),
+    "current_stream": lambda t: torch.cuda.current_stream().synchronize(),
+    "stream": lambda t: torch.cuda.Stream().synchronize(),
+    "event": lambda t: torch.cuda.Event().synchronize(),
+}
+DOES_NOT_WAIT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "to": lambda t: t.to(torch.int32).to(t),
+    "put_one_by_mask": lambda t: t.clone().index_put_((t > 0,), torch.zeros(())),
+    "repeat_interleave": lambda t: t.repeat_interleave(t.long(), output_size=1),
+    "record": lambda t: torch.cuda.Event().record(),
+    "wait_stream": lambda t: torch.cuda.Stream().wait_stream(torch.cuda.current_stream()),
 }
 
 
+class Plugin:
+    """Waits in what it calls of vLLM, then does `step` itself."""
+
+    def __init__(self, step: Callable[[torch.Tensor], Any]):
+        self._step = step
+
+    def run(self, in_inference_mode: bool) -> Any:
+        with torch.inference_mode(in_inference_mode):
+            self.vllms()
+            return self._step(torch.ones(1))
+
+    def vllms(self) -> Any:
+        return torch.ones(1).item(), torch.ones(1).nonzero()
+
+
+@pytest.mark.parametrize("in_inference_mode", [False, True])
 @pytest.mark.parametrize("waits", WAITS)
-def test_power(waits: str, guard: Any) -> None:
-    class Plugin:
-        def step(self) -> Any:
-            return WAITS[waits](torch.ones(1))
-
-    guard(Plugin, "step")
+def test_power(waits: str, in_inference_mode: bool, guard: Guard) -> None:
+    guard.method(Plugin, "run")
+    guard.pause(Plugin, "vllms")
     with pytest.raises(AssertionError, match="waits for the device"):
-        Plugin().step()
+        Plugin(WAITS[waits]).run(in_inference_mode)
 
 
-def test_the_suffix_trees_wait_and_say_so(guard: Any, trained: Path, draft: Path) -> None:
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+@pytest.mark.parametrize("lets", DOES_NOT_WAIT)
+def test_what_does_not_wait_is_let_through(lets: str, in_inference_mode: bool, guard: Guard) -> None:
+    calls = [guard.method(Plugin, "run"), guard.pause(Plugin, "vllms")]
+    Plugin(DOES_NOT_WAIT[lets]).run(in_inference_mode)
+    assert calls == [[1], [1]]
+
+
+def test_the_suffix_trees_wait_and_say_so(
+    guard: Guard, trained: Path, draft: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Their tokens have to come to the host: the one place that waits."""
-    guard(v2.Drafting, "fill")
+    caplog.set_level(logging.INFO, "vllm.specplus")
+    guard.method(v2.Drafting, "fill")
     with (
         engine(trained, speculative("suffix", draft)) as e,
-        pytest.raises(AssertionError, match=r"Tensor.numpy waits for the device"),
+        pytest.raises(AssertionError, match=r"Event.synchronize waits for the device"),
     ):
         tokens(e, FEW[:1], max_tokens=8)
+    assert "suffix trees are on the host: each step waits for the tokens of its own" in caplog.text

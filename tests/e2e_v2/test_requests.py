@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.engines import PROMPTS, engine, marked, target
 from tests.e2e.references import DRAFTING, ask, asking, check_sums, config_of, stats
-from tests.e2e_v2.engines import FEW, elsewhere, tokens
+from tests.e2e_v2.engines import FEW, async_engine, tokens
 
 TOKENS = 24
 
@@ -40,23 +40,20 @@ def test_greedy_text_is_the_text_without_speculation(
 def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
     """The host has the tokens of the step before, and the device goes on from what it predicts."""
     texts = base[trained]
-    sampling = {"max_tokens": TOKENS, "extra": asking(texts)}
-    result = elsewhere(2, trained, config_of(proposer, draft), FEW * 2, sampling, async_scheduling=True)
-    assert result["scheduler"] == "AsyncScheduler"
-    assert result["tokens"] == texts * 2
-    counts = result["stats"]
-    assert sum(counts["accepted"]["reference"]) > TOKENS
-    assert sum(counts["accepted"]["unfilled"]) == 0
+    with async_engine(trained, config_of(proposer, draft)) as e:
+        assert ask(e, FEW * 2, asking(texts), max_tokens=TOKENS) == texts * 2
+        accepted, counted = stats(e)["accepted"], e.counts().accepted
+    assert sum(accepted["reference"]) > TOKENS
+    assert sum(accepted["unfilled"]) == 0
     # The scheduler throws away what a request gets past its end, and the device has counted it.
-    assert 0 <= sum(map(sum, counts["accepted"].values())) - result["accepted"] <= 8 * 13
+    assert 0 <= sum(map(sum, accepted.values())) - counted <= 8 * 13
 
 
 def test_steps_under_asynchronous_scheduling(trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
     """A text that is all in the reference takes a step for each window, and one that the scheduler may throw away."""
-    sampling = {"max_tokens": TOKENS, "extra": asking(base[trained])[:1]}
-    result = elsewhere(2, trained, config_of("naive", draft), FEW[:1], sampling, async_scheduling=True)
-    assert result["tokens"] == base[trained][:1]
-    drafted = result["stats"]["drafted"]["reference"]
+    with async_engine(trained, config_of("naive", draft)) as e:
+        assert ask(e, FEW[:1], asking(base[trained])[:1], max_tokens=TOKENS) == base[trained][:1]
+        drafted = stats(e)["drafted"]["reference"]
     needed = -(-(TOKENS - 1) // (len(drafted) + 1))
     assert needed <= drafted[0] <= needed + 1
 

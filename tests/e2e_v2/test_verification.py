@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from tests.e2e.engines import PROPOSERS, Engine, engine, marked, speculative
 from tests.e2e.test_sampling import RULES as V1_RULES
 from tests.e2e.test_sampling import SAMPLED, STRATEGIES, STRUCTURED
-from tests.e2e_v2.engines import FEW, elsewhere, tokens
+from tests.e2e_v2.engines import FEW, async_engine, tokens
+from vllm_specplus.runners.v2_verify import StrategyRejectionSampler
 
 TWO = FEW[:2]
 SCHEMA = {
@@ -96,11 +99,10 @@ def test_structured_output(strategy: tuple[str, Engine]) -> None:
 def test_structured_output_under_asynchronous_scheduling(trained: Path, draft: Path) -> None:
     """The scheduler checks against the grammar what is drafted, and what nobody drafted is not."""
     config = speculative("mtp_ngram", draft, verify_strategy="target_match")
-    sampling = {"json": SCHEMA, "max_tokens": 80, "ignore_eos": False}
-    result = elsewhere(2, trained, config, TWO, sampling, async_scheduling=True, **STRUCTURED)
-    assert result["scheduler"] == "AsyncScheduler"
-    for text in result["tokens"]:
-        assert json.loads(bytes(token for token in text if token < 256))["name"] in ("ab", "abcd")
+    rules = {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80, "ignore_eos": False}
+    with async_engine(trained, config, **STRUCTURED) as e:
+        for result in e.generate(TWO, **rules):
+            assert json.loads(result.outputs[0].text)["name"] in ("ab", "abcd")
 
 
 def test_warming_up(trained: Path, draft: Path) -> None:
@@ -126,6 +128,53 @@ def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
             ]
         )
     assert values[1] == pytest.approx(values[0], rel=1e-3, abs=1e-3)
+
+
+def test_in_chunks(trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has a batch of many rows verified by parts, which changes nothing."""
+    sizes: list[int] = []
+    verify = StrategyRejectionSampler._verify
+
+    def counting(self: Any, logits: torch.Tensor, *args: Any) -> Any:
+        sizes.append(logits.shape[0])
+        return verify(self, logits, *args)
+
+    monkeypatch.setattr(StrategyRejectionSampler, "_verify", counting)
+    found, batches = [], []
+    params = [
+        SamplingParams(temperature=0.7 + 0.1 * seed, seed=seed, logprobs=2, max_tokens=12, ignore_eos=True)
+        for seed in range(len(FEW))
+    ]
+    with engine(trained, speculative("mtp_ngram", draft, verify_strategy="target_match")) as e:
+        for _ in range(2):
+            results = e.llm.generate([{"prompt_token_ids": p} for p in FEW], params, use_tqdm=False)
+            found.append([(list(r.outputs[0].token_ids), _logprobs(r)) for r in results])
+            batches.append(sizes[:])
+            sizes.clear()
+            monkeypatch.setattr(rejection_sampler, "get_max_chunk_logits", lambda vocab_size: 7)
+        counts = e.counts()
+    assert found[0] == found[1]
+    assert sum(batches[0]) == sum(batches[1])
+    assert max(batches[1]) <= 7 < max(batches[0])
+    assert 0 < counts.accepted < counts.drafted
+
+
+def _logprobs(result: Any) -> list[dict[int, float]]:
+    return [{token: entry.logprob for token, entry in row.items()} for row in result.outputs[0].logprobs]
+
+
+def test_sampling_masks(trained: Path, draft: Path) -> None:
+    """With each token come those that it was drawn from, as without speculation."""
+    found = []
+    replay = {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
+    for config in (None, speculative("mtp_ngram", draft, verify_strategy="target_match")):
+        with engine(trained, config, **replay) as e:
+            outputs = [r.outputs[0] for r in e.generate(TWO, **SAMPLED | {"top_k": 8, "max_tokens": 16})]
+        found.append([(list(o.token_ids), o.sampling_mask.token_ids) for o in outputs])
+    assert found[0] == found[1]
+    for token_ids, masks in found[1]:
+        assert all(token in mask for token, mask in zip(token_ids, masks, strict=True))
+        assert 1 < max(map(len, masks)) <= 8
 
 
 # The head of EAGLE is the random model's.
