@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from tests.test_requests import Check
 from vllm_specplus.endpoints import SpecPlusEndpoints, metric_families, totals
 from vllm_specplus.requests import PredictedOutputs
 
@@ -32,7 +33,10 @@ class Engine:
         self.answers = answers
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         options = SimpleNamespace(drafts_from_history=drafts)
-        self.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(specplus=options))
+        self.vllm_config = SimpleNamespace(
+            speculative_config=SimpleNamespace(specplus=options),
+            model_config=SimpleNamespace(logits_processors=[Check]),
+        )
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, args))

@@ -65,7 +65,8 @@ def test_a_requests_parts_are_summed_whatever_holds_them() -> None:
     counts.begin("b")
     tensor = torch.tensor([1, 4, 3])
     counts.add("a", np.array([1, 2, 0]))
-    counts.add("a", tensor)
+    counts.add("a", np.array([0, 0, 0]))
+    counts.add_later("a", tensor)
     counts.add("b", np.array([9, 9, 9]))
     tensor += 1  # Read when they are asked for.
     live = (part for part in (torch.tensor([5, 1, 1]), np.array([1, 0, 0])))

@@ -14,7 +14,14 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Logi
 
 from vllm_specplus import request_check
 from vllm_specplus.request_check import RequestCheck, install, left_out
-from vllm_specplus.request_options import CARRIED, HANDED_OVER, CarriedOptions, RequestOptions, handed_over
+from vllm_specplus.request_options import (
+    CARRIED,
+    HANDED_OVER,
+    CarriedOptions,
+    RequestError,
+    RequestOptions,
+    handed_over,
+)
 
 SECRET = "def secret(): return 42"
 VOCAB_SIZE = 1000
@@ -32,12 +39,15 @@ class ModelConfig:
     tokenizer_mode: str = "auto"
     tokenizer_revision: str | None = "a-revision"
     trust_remote_code: bool = False
+    max_model_len: int = 50
 
     def get_vocab_size(self) -> int:
         return VOCAB_SIZE
 
 
 class Tokenizer:
+    max_chars_per_token = 2
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BEGIN_OF_TEXT] * add_special_tokens + [ord(letter) for letter in text]
 
@@ -97,7 +107,7 @@ def handed() -> Any:
     """Hands options over, until the test's end."""
     keys = []
 
-    def put(key: str, options: RequestOptions | None) -> str:
+    def put(key: str, options: CarriedOptions) -> str:
         handed_over.put(key, options)
         keys.append(key)
         return key
@@ -208,8 +218,28 @@ def test_token_ids_are_of_the_vocabulary() -> None:
     assert carried(admitted(check, sp_advice_prompt_token_ids=[0, VOCAB_SIZE - 1]))[0] == [0, VOCAB_SIZE - 1]
     error = refusal(check, sp_advice_prompt_token_ids=[0, 5, VOCAB_SIZE, VOCAB_SIZE + 1])
     assert error.parameter == "sp_advice_prompt_token_ids"
-    assert f"sp_advice_prompt_token_ids[2]={VOCAB_SIZE} " in str(error)
-    assert f"from 0 to {VOCAB_SIZE - 1}" in str(error)
+    assert f"its token 2 is {VOCAB_SIZE}, and the model has tokens from 0 to {VOCAB_SIZE - 1}" in str(error)
+
+
+def test_tokens_of_text_are_of_the_vocabulary() -> None:
+    """A tokenizer may have tokens that the model has not."""
+    error = refusal(installed(), sp_advice_prompt="ab" + chr(VOCAB_SIZE))
+    assert error.parameter == "sp_advice_prompt"
+    assert f"its token 2 is {VOCAB_SIZE}" in str(error)
+
+
+def test_a_reference_is_cut_to_the_model_length() -> None:
+    check = installed()
+    for extra in ({"sp_advice_prompt_token_ids": [3] * 53}, {"sp_advice_prompt": "x" * 53}):
+        params = admitted(check, **extra)
+        token_ids, *_ = carried(params)
+        assert token_ids is not None
+        assert len(token_ids) == 50
+        assert params.extra_args is not None
+        assert params.extra_args[CARRIED]["num_cut"] == 3
+    # Of a text that is longer by far, no more is looked at than is needed to see that.
+    assert admitted(check, sp_advice_prompt="x" * 5000).extra_args[CARRIED]["num_cut"] == 2 * 51 - 50
+    assert admitted(check, sp_advice_prompt="x" * 50).extra_args[CARRIED]["num_cut"] == 0
 
 
 @pytest.mark.parametrize(
@@ -228,27 +258,20 @@ def test_an_engine_that_does_not_draft_refuses(name: str) -> None:
 
 
 def test_what_http_has_taken_out_is_used_under_its_key(handed: Any) -> None:
-    key = handed("a-key", RequestOptions(text="ab", edit=True, max_drafts=4))
-    params = admitted(installed(), **{HANDED_OVER: key})
-    assert carried(params) == (letters("ab"), True, 4, "a-key")
-    assert SECRET not in repr(params)
+    key = handed("a-key", CarriedOptions(np.array([5, 6], np.int32), edit=True, max_drafts=4, key="a-key"))
+    assert carried(admitted(installed(), **{HANDED_OVER: key})) == ([5, 6], True, 4, "a-key")
 
 
-def test_counts_alone_are_asked_for_with_a_key(handed: Any) -> None:
-    assert carried(admitted(installed(), **{HANDED_OVER: handed("a-key", None)})) == (None, False, None, "a-key")
-
-
-def test_what_http_has_taken_out_is_checked(handed: Any) -> None:
-    ids = np.array([VOCAB_SIZE], np.int32)
-    error = refusal(installed(), **{HANDED_OVER: handed("a-key", RequestOptions(token_ids=ids))})
-    assert error.parameter == "sp_advice_prompt_token_ids"
-    error = refusal(installed(drafts=False), **{HANDED_OVER: handed("another", RequestOptions(text=SECRET))})
-    assert error.parameter == "prediction"
+def test_what_options_mean_is_said_with_the_key() -> None:
+    resolved = installed().resolve(RequestOptions("prediction", text="ab", edit=True), "a-key")
+    assert (resolved.key, resolved.edit) == ("a-key", True)
+    with pytest.raises(RequestError, match="prediction is not allowed"):
+        installed(drafts=False).resolve(RequestOptions("prediction", text="ab"))
 
 
 @pytest.mark.parametrize("key", ["unknown", 3, ["a-key"]])
 def test_a_key_that_nothing_is_under_is_no_key(key: Any, handed: Any) -> None:
-    handed("a-key", RequestOptions(max_drafts=9))
+    handed("a-key", CarriedOptions(max_drafts=9))
     assert admitted(installed(), **{HANDED_OVER: key}).extra_args == {HANDED_OVER: key}
     assert carried(admitted(installed(), **{HANDED_OVER: key, "spec_tokens": 2})) == (None, False, 2, None)
 

@@ -22,7 +22,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_specplus import requests
-from vllm_specplus.request_options import HANDED_OVER, RequestOptions, handed_over
+from vllm_specplus.request_check import RequestCheck
+from vllm_specplus.request_options import HANDED_OVER, CarriedOptions, handed_over
 from vllm_specplus.requests import PredictedOutputs
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -31,6 +32,14 @@ PREDICTION = {"type": "content", "content": SECRET}
 COUNTS = {"num_steps": 4, "accepted": 7, "rejected": 2}
 USAGE = {"prompt_tokens": 5, "total_tokens": 15, "completion_tokens": 10}
 DETAILS = {"accepted_prediction_tokens": 7, "rejected_prediction_tokens": 2}
+
+
+class Check(RequestCheck):
+    """An engine's check, with a tokenizer of a token for each letter."""
+
+    drafts = True
+    model_config = SimpleNamespace(skip_tokenizer_init=False, max_model_len=100, get_vocab_size=lambda: 1000)
+    tokenizer = SimpleNamespace(encode=lambda text: np.array([ord(letter) for letter in text], np.int32))
 
 
 class Engine:
@@ -43,7 +52,10 @@ class Engine:
         self.gate.set()
         self.num_answered = 0
         options = SimpleNamespace(drafts_from_history=True)
-        self.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(specplus=options))
+        self.vllm_config = SimpleNamespace(
+            speculative_config=SimpleNamespace(specplus=options),
+            model_config=SimpleNamespace(logits_processors=["a.module:Name", Check]),
+        )
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, args))
@@ -98,6 +110,18 @@ async def _each(messages: Iterable[bytes]) -> AsyncIterator[bytes]:
         yield message
 
 
+def plain(key: str, options: CarriedOptions | None) -> tuple[Any, ...]:
+    """Tokens of the reference, mode, limit, and whether counts are kept under the key."""
+    assert options is not None
+    assert options.key in (None, key)
+    token_ids = None if options.token_ids is None else options.token_ids.tolist()
+    return token_ids, options.edit, options.max_drafts, options.key is not None
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
 class Server:
     """In place of vLLM's server: it keeps what reaches it, and what was handed over by then."""
 
@@ -112,7 +136,7 @@ class Server:
         self.respond = respond
         self.received: list[bytes] = []
         self.headers: list[Any] = []
-        self.options: list[RequestOptions | None] = []
+        self.options: list[Any] = []
         self.app = Starlette(
             routes=[Route(path, self._handle, methods=["POST", "PUT"]) for path in (CHAT, TEXT, "/v1/embeddings")],
             middleware=[Middleware(PredictedOutputs)] * num_middlewares,
@@ -124,7 +148,8 @@ class Server:
         self.received.append(await request.body())
         self.headers.append(request.headers)
         if len(handed_over):
-            self.options.append(handed_over.get(json.loads(self.received[-1])["vllm_xargs"][HANDED_OVER]))
+            key = json.loads(self.received[-1])["vllm_xargs"][HANDED_OVER]
+            self.options.append(plain(key, handed_over.get(key)))
         return self.respond()
 
     @property
@@ -332,7 +357,7 @@ def test_what_reaches_vllm(path: str, root_path: str, media_type: str) -> None:
     }
     assert server.headers[0]["content-length"] == str(len(server.received[0]))
     assert "transfer-encoding" not in server.headers[0]
-    assert server.options == [RequestOptions(text="ab", edit=False, max_drafts=3)]
+    assert server.options == [(letters("ab"), False, 3, True)]
     assert server.engine.calls == [("specplus_request_stats", (key,))]
     assert got.json["usage"]["completion_tokens_details"] == DETAILS
 
@@ -340,9 +365,7 @@ def test_what_reaches_vllm(path: str, root_path: str, media_type: str) -> None:
 def test_a_reference_in_tokens() -> None:
     server = Server()
     got = server.post({"vllm_xargs": {"sp_advice_prompt_token_ids": [4, 2], "sp_edit": 1}}, path=TEXT)
-    (options,) = server.options
-    np.testing.assert_array_equal(options.token_ids, [4, 2])
-    assert options.edit
+    assert server.options == [([4, 2], True, None, True)]
     assert set(server.seen["vllm_xargs"]) == {HANDED_OVER}
     assert got.json == answer(usage=USAGE | {"completion_tokens_details": DETAILS})
 
@@ -351,15 +374,38 @@ def test_a_reference_in_tokens() -> None:
 def test_a_prediction_among_the_xargs(asked: dict[str, Any]) -> None:
     server = Server()
     server.post({**asked, "vllm_xargs": {"prediction": PREDICTION}})
-    assert server.options == [RequestOptions(text=SECRET, edit=True)]
+    assert server.options == [(letters(SECRET), True, None, True)]
     assert set(server.seen["vllm_xargs"]) == {HANDED_OVER}
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"vllm_xargs": {"sp_advice_prompt_token_ids": [1, 1000]}}, "sp_advice_prompt_token_ids"),
+        ({"prediction": {"type": "content", "content": "a\u4f60"}}, "prediction"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_the_model_has_not(asked: dict[str, Any], field: str, stream: bool) -> None:
+    server = Server()
+    got = server.post({**asked, "stream": stream})
+    assert got.status == 400
+    assert got.json["error"]["param"] == field
+    assert not server.received
+    assert not server.engine.calls
+
+
+def test_a_long_reference_is_cut_once_for_all_prompts() -> None:
+    server = Server()
+    server.post({"prompt": ["a", "b"], "prediction": {"type": "content", "content": "x" * 250}}, path=TEXT)
+    assert server.options == [(letters("x" * 100), True, None, True)]
 
 
 def test_every_request_has_its_own_key() -> None:
     server = Server()
     for _ in range(2):
         server.post({"aux_info": True})
-    assert server.options == [None, None]
+    assert server.options == [(None, False, None, True)] * 2
     keys = {json.loads(body)["vllm_xargs"][HANDED_OVER] for body in server.received}
     assert keys == {args[0] for _, args in server.engine.calls}
     assert len(keys) == 2
@@ -446,15 +492,15 @@ def test_no_worker_knows_anything(answers: list[None]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_limit_alone(stream: bool) -> None:
-    """Nothing is told of such a request, but the workers let go of its counts."""
+    """Nothing is told of such a request, so nothing is counted for it."""
     pieces = pieces_of(STREAM, 50) if stream else [json.dumps(answer(), indent=1).encode()]
     media_type = "text/event-stream" if stream else "application/json"
     server = Server(lambda: StreamingResponse(_each(pieces), media_type=media_type))
     got = server.post({"stream": stream, "vllm_xargs": {"spec_tokens": 0}})
     assert [message["body"] for message in got.sent[1:]] == [*pieces, b""]
     assert "stream_options" not in server.seen
-    assert server.options == [RequestOptions(max_drafts=0)]
-    assert len(server.engine.calls) == 1
+    assert server.options == [(None, False, 0, False)]
+    assert not server.engine.calls
 
 
 @pytest.mark.parametrize(
@@ -653,8 +699,9 @@ def test_cancelled_in_mid_stream(answers: Any, asked: dict[str, Any], log: pytes
         await asyncio.gather(*requests._asking, return_exceptions=True)
 
     asyncio.run(run())
-    assert (len(engine.calls), engine.num_answered) == (1, 1)
-    failed = isinstance(answers, Exception)
+    is_counted = asked is ALL_ASKED
+    assert (len(engine.calls), engine.num_answered) == (is_counted, is_counted)
+    failed = is_counted and isinstance(answers, Exception)
     assert [record.levelname for record in log.records] == ["DEBUG"] * failed
 
 
@@ -763,7 +810,7 @@ def test_two_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     got = server.post(ALL_ASKED).json
     assert len(reads) == 1
     assert len(server.engine.calls) == 1
-    assert server.options == [RequestOptions(text=SECRET, edit=True)]
+    assert server.options == [(letters(SECRET), True, None, True)]
     assert got["usage"]["completion_tokens_details"] == DETAILS
     untouched = Server(num_middlewares=2)
     untouched.post(b'{ "model":1}')
@@ -771,7 +818,8 @@ def test_two_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_with(speculative_config: Any) -> SimpleNamespace:
-    return SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculative_config))
+    unchecked = SimpleNamespace(logits_processors=None)
+    return SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculative_config, model_config=unchecked))
 
 
 @pytest.mark.parametrize(
@@ -782,6 +830,7 @@ def engine_with(speculative_config: Any) -> SimpleNamespace:
         engine_with(SimpleNamespace()),
         engine_with(SimpleNamespace(specplus=None)),
         engine_with(SimpleNamespace(specplus=SimpleNamespace(drafts_from_history=False))),
+        engine_with(SimpleNamespace(specplus=SimpleNamespace(drafts_from_history=True))),
     ],
 )
 def test_an_engine_without_the_plugin(engine: Any, log: pytest.LogCaptureFixture) -> None:

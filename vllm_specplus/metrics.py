@@ -53,7 +53,8 @@ def _num_longer(lengths: np.ndarray, width: int) -> np.ndarray:
 class _Kept:
     live: int = 0
     is_collected: bool = False
-    parts: list[Any] = field(default_factory=list)
+    total: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
+    later: list[Any] = field(default_factory=list)
 
 
 class RequestCounts:
@@ -72,15 +73,15 @@ class RequestCounts:
         """One more request of this key runs."""
         self._kept.setdefault(key, _Kept()).live += 1
 
-    def add(self, key: str, part: Any) -> None:
-        """Add to a key's counts.
-
-        Args:
-            part: [3] int array or tensor: engine steps that gave tokens, reference drafts, those accepted. A tensor
-                is read when the counts are asked for.
-        """
+    def add(self, key: str, part: np.ndarray) -> None:
+        """Add to a key's counts [3] int: engine steps that gave tokens, reference drafts, those accepted."""
         if key in self._kept:
-            self._kept[key].parts.append(part)
+            self._kept[key].total += part
+
+    def add_later(self, key: str, part: Any) -> None:
+        """As `add`, of a tensor that is read when the counts are asked for."""
+        if key in self._kept:
+            self._kept[key].later.append(part)
 
     def finish(self, key: str) -> None:
         """A request of this key has ended."""
@@ -93,20 +94,21 @@ class RequestCounts:
             del self._kept[key]
             if not kept.is_collected:
                 self._kept[key] = kept
-        ended = [k for k, other in self._kept.items() if other.live <= 0]
-        for old in ended[:-_MAX_KEPT]:
-            del self._kept[old]
+        if len(self._kept) > _MAX_KEPT:
+            ended = [k for k, other in self._kept.items() if other.live <= 0]
+            for old in ended[:-_MAX_KEPT]:
+                del self._kept[old]
 
     def collect(self, key: str, live: Iterable[Any] = ()) -> dict[str, int] | None:
         """A key's counts, to be forgotten when its requests have ended; None if nothing is known of it.
 
         Args:
-            live: further parts, of requests that run.
+            live: further tensors of counts, of requests that run.
         """
         kept = self._kept.get(key)
         if kept is None:
             return None
-        steps, drafted, accepted = np.sum([[0, 0, 0], *(part.tolist() for part in (*kept.parts, *live))], axis=0)
+        steps, drafted, accepted = np.sum([kept.total, *(part.tolist() for part in (*kept.later, *live))], axis=0)
         kept.is_collected = True
         if kept.live <= 0:
             del self._kept[key]

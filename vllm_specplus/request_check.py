@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Logi
 from vllm_specplus.request_options import (
     CARRIED,
     HANDED_OVER,
-    KEYS,
     CarriedOptions,
     RequestError,
     RequestOptions,
@@ -42,17 +41,8 @@ class _Tokenizer:
         return _Tokenizer, (self._model_config,)
 
     def encode(self, text: str) -> np.ndarray:
-        """[n] int32 tokens, no special ones added.
-
-        Raises:
-            RequestError: the engine runs without a tokenizer.
-        """
+        """[n] int32 tokens, no special ones added; of a text that is far longer than the model, the beginning only."""
         config = self._model_config
-        if config.skip_tokenizer_init:
-            raise RequestError(
-                "sp_advice_prompt",
-                "a reference text is not allowed with skip_tokenizer_init: give sp_advice_prompt_token_ids",
-            )
         with self._lock:
             if self._tokenizer is None:
                 # Not the one that vLLM shares among its threads.
@@ -63,6 +53,8 @@ class _Tokenizer:
                     revision=config.tokenizer_revision,
                     trust_remote_code=config.trust_remote_code,
                 )
+            # Any text of one character more has more tokens than the model can take.
+            text = text[: (config.max_model_len + 1) * self._tokenizer.max_chars_per_token]
             return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
@@ -90,48 +82,51 @@ class RequestCheck:
             VLLMValidationError: something in it is not allowed; the message and `parameter` name the field.
         """
         extra = sampling_params.extra_args or {}
-        try:
-            carried = cls._carried(extra)
-        except RequestError as error:
-            raise VLLMValidationError(str(error), parameter=error.field) from None
+        carried = handed_over.get(extra.get(HANDED_OVER))
+        if carried is None:
+            try:
+                options = parse(extra)
+                carried = None if options is None else cls.resolve(options)
+            except RequestError as error:
+                raise VLLMValidationError(str(error), parameter=error.field) from None
         if carried is not None or CARRIED in extra:
             rest = {name: value for name, value in extra.items() if name != CARRIED}
             sampling_params.extra_args = rest if carried is None else rest | {CARRIED: carried.encode()}
 
     @classmethod
-    def _carried(cls, extra: dict[str, Any]) -> CarriedOptions | None:
-        key = extra.get(HANDED_OVER)
-        is_handed_over = key in handed_over
-        options = handed_over.get(key) if is_handed_over else parse(extra)
-        if options is not None and not cls.drafts:
-            given = [name for name in KEYS if name in extra] or ["prediction"]
-            raise RequestError(
-                given[0],
-                f"{given[0]} is not allowed: the engine's speculative config has no method with which vllm-specplus "
-                "drafts",
-            )
-        if options is None and not is_handed_over:
-            return None
-        options = options or RequestOptions()
-        return CarriedOptions(
-            token_ids=cls._reference(options),
-            edit=options.edit,
-            max_drafts=options.max_drafts,
-            key=key if is_handed_over else None,
-        )
+    def resolve(cls, options: RequestOptions, key: str | None = None) -> CarriedOptions:
+        """What a request's options mean for the workers of this engine.
 
-    @classmethod
-    def _reference(cls, options: RequestOptions) -> np.ndarray | None:
-        if options.text is not None:
-            return cls.tokenizer.encode(options.text)
-        token_ids, vocab_size = options.token_ids, cls.model_config.get_vocab_size()
-        if token_ids is not None and (outside := np.flatnonzero(token_ids >= vocab_size)).size:
-            field = "sp_advice_prompt_token_ids"
+        Turning text into tokens takes a while: about a second for a million characters. `key`: see `CarriedOptions`.
+
+        Raises:
+            RequestError: the engine cannot do it, or a token is not in the model's vocabulary.
+        """
+        field = options.field
+        if not cls.drafts:
             raise RequestError(
                 field,
-                f"{field}[{outside[0]}]={token_ids[outside[0]]} is not allowed: it must be from 0 to {vocab_size - 1}",
+                f"{field} is not allowed: the engine's speculative config has no method with which vllm-specplus "
+                "drafts",
             )
-        return token_ids
+        token_ids = options.token_ids
+        if options.text is not None:
+            if cls.model_config.skip_tokenizer_init:
+                raise RequestError(
+                    field, f"{field} is not allowed with skip_tokenizer_init: give sp_advice_prompt_token_ids"
+                )
+            token_ids = cls.tokenizer.encode(options.text)
+        num_cut, limit, vocab_size = 0, cls.model_config.max_model_len, cls.model_config.get_vocab_size()
+        if token_ids is not None:
+            if (outside := np.flatnonzero(token_ids >= vocab_size)).size:
+                raise RequestError(
+                    field,
+                    f"{field} is not allowed: its token {outside[0]} is {token_ids[outside[0]]}, and the model has "
+                    f"tokens from 0 to {vocab_size - 1}",
+                )
+            num_cut = max(0, len(token_ids) - limit)
+            token_ids = token_ids[:limit]
+        return CarriedOptions(token_ids, options.edit, options.max_drafts, key, num_cut)
 
 
 def _make(model_config: Any, drafts: bool) -> _Remade:
@@ -164,6 +159,12 @@ def left_out(model_config: Any) -> Iterator[None]:
         yield
     finally:
         model_config.logits_processors = saved
+
+
+def check_of(model_config: Any) -> type[RequestCheck] | None:
+    """What checks the requests of an engine; None if nothing does."""
+    found = (p for p in model_config.logits_processors or () if isinstance(p, type) and issubclass(p, RequestCheck))
+    return next(found, None)
 
 
 def _others(model_config: Any) -> list[Any]:

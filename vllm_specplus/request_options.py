@@ -67,16 +67,23 @@ class RequestOptions:
     """What a request asks.
 
     Attributes:
+        field: the key that gives the reference, or else the first of the others.
         text: the reference, if it is given as text.
         token_ids: [n] int32, the reference, if it is given as token ids.
         edit: whether the reference is walked (sp_edit 1) or looked up (0).
         max_drafts: at most so many drafts in a step; None = as many as the engine makes.
     """
 
+    field: str
     text: str | None = None
     token_ids: np.ndarray | None = None
     edit: bool = False
     max_drafts: int | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference, perhaps an empty one."""
+        return self.text is not None or self.token_ids is not None
 
 
 def parse(given: Mapping[str, Any]) -> RequestOptions | None:
@@ -113,6 +120,7 @@ def parse(given: Mapping[str, Any]) -> RequestOptions | None:
             ) from None
     ids = read.sp_advice_prompt_token_ids
     return RequestOptions(
+        field=(references or stated)[0],
         text=text,
         token_ids=None if ids is None else np.array(ids, np.int32),
         edit=bool(read.prediction if read.sp_edit is None else read.sp_edit),
@@ -128,17 +136,19 @@ class CarriedOptions:
         token_ids: [n] int32, its reference; None = it has none.
         edit, max_drafts: as in `RequestOptions`.
         key: the name under which its counts are kept until somebody asks for them; None = nobody will.
+        num_cut: how many tokens of the reference were left out because it was too long.
     """
 
     token_ids: np.ndarray | None = None
     edit: bool = False
     max_drafts: int | None = None
     key: str | None = None
+    num_cut: int = 0
 
     def encode(self) -> dict[str, Any]:
         """As vLLM's messages between processes can hold it."""
         token_ids = None if self.token_ids is None else self.token_ids.tobytes()
-        return {"token_ids": token_ids, "edit": self.edit, "max_drafts": self.max_drafts, "key": self.key}
+        return vars(self) | {"token_ids": token_ids}
 
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> "CarriedOptions":
@@ -150,28 +160,24 @@ class CarriedOptions:
 class _HandedOver:
     """What the HTTP middleware has taken out of requests that are under way, by key.
 
-    The text of a reference goes this way, within one process, because vLLM can be told to log the parameters of
-    every request.
+    A reference goes this way, within one process, because vLLM can be told to log the parameters of every request.
     """
 
     def __init__(self) -> None:
-        self._options: dict[str, RequestOptions | None] = {}
+        self._options: dict[str, CarriedOptions] = {}
 
     def __len__(self) -> int:
         return len(self._options)
 
-    def put(self, key: str, options: RequestOptions | None) -> None:
+    def put(self, key: str, options: CarriedOptions) -> None:
         self._options[key] = options
 
-    def get(self, key: Any) -> RequestOptions | None:
-        """None also if there is nothing of that key."""
+    def get(self, key: Any) -> CarriedOptions | None:
+        """None if there is nothing of that key."""
         return self._options.get(key) if isinstance(key, str) else None
 
     def drop(self, key: str) -> None:
         self._options.pop(key, None)
-
-    def __contains__(self, key: Any) -> bool:
-        return isinstance(key, str) and key in self._options
 
 
 handed_over = _HandedOver()

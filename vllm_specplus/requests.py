@@ -14,13 +14,23 @@ from operator import attrgetter
 from typing import Any
 from uuid import uuid4
 
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
-from vllm_specplus.request_options import HANDED_OVER, KEYS, RequestError, RequestOptions, handed_over, parse
+from vllm_specplus.request_check import RequestCheck, check_of
+from vllm_specplus.request_options import (
+    HANDED_OVER,
+    KEYS,
+    CarriedOptions,
+    RequestError,
+    RequestOptions,
+    handed_over,
+    parse,
+)
 
 logger = init_logger("vllm.specplus")
 
@@ -41,6 +51,10 @@ def has_drafter(engine_client: Any) -> bool:
         return bool(_drafts_from_history(engine_client))
     except AttributeError:
         return False
+
+
+def _check_of(engine_client: Any) -> type[RequestCheck] | None:
+    return check_of(engine_client.vllm_config.model_config) if has_drafter(engine_client) else None
 
 
 async def ask_workers(engine_client: Any, method: str, *args: Any) -> dict[str, Any] | None:
@@ -78,9 +92,13 @@ class PredictedOutputs:
         scope = {**scope, _SEEN: True}
         state = getattr(scope.get("app"), "state", None)
         engine_client = getattr(state, "engine_client", None)
-        if not has_drafter(engine_client):
+        check = (
+            check_of(engine_client.vllm_config.model_config) if engine_client and has_drafter(engine_client) else None
+        )
+        if check is None:
             logger.warning_once(
-                "PredictedOutputs does nothing: the engine's speculative config has no method of vllm-specplus",
+                "PredictedOutputs does nothing: the engine's speculative config has no method of vllm-specplus, or its "
+                "requests cannot be checked",
                 scope="process",
             )
             return await self.app(scope, receive, send)
@@ -88,16 +106,22 @@ class PredictedOutputs:
             received = await Request(scope, receive).body()
         except ClientDisconnect:
             return None
+        key = uuid4().hex
         try:
             asked = _read(received)
+            if asked is None:
+                return await self.app(scope, _replay(received, receive), send)
+            body, options, aux_info = asked
+            on_reference = options is not None and options.has_reference
+            counts_under = key if on_reference or aux_info else None
+            carried = CarriedOptions(key=counts_under)
+            if options is not None:
+                # Text is turned into tokens once, whatever it is asked for, and the server goes on meanwhile.
+                carried = await run_in_threadpool(check.resolve, options, counts_under)
         except RequestError as error:
             refusal = error_response(HTTPStatus.BAD_REQUEST, "BadRequestError", str(error), error.field)
             return await refusal(scope, receive, send)
-        if asked is None:
-            return await self.app(scope, _replay(received, receive), send)
 
-        body, options, aux_info = asked
-        key = uuid4().hex
         body["vllm_xargs"] = {**body["vllm_xargs"], HANDED_OVER: key}
         usage_added = aux_info and _add_usage(body)
         usage_forced = getattr(getattr(state, "args", None), "enable_force_include_usage", False)
@@ -105,22 +129,17 @@ class PredictedOutputs:
         headers = MutableHeaders(scope=scope)
         headers["content-length"] = str(len(encoded))
         del headers["transfer-encoding"]
-        report = _Report(
-            engine_client,
-            key,
-            on_reference=options is not None and (options.text is not None or options.token_ids is not None),
-            aux_info=aux_info,
-            arrived=arrived,
-        )
-        if report.on_reference or report.aux_info:
+        report = _Report(engine_client, key, on_reference=on_reference, aux_info=aux_info, arrived=arrived)
+        if counts_under is not None:
             send = _Response(send, report, hide_usage=usage_added and not usage_forced)
-        handed_over.put(key, options)
+        handed_over.put(key, carried)
         try:
             await self.app(scope, _replay(encoded, receive), send)
         finally:
             handed_over.drop(key)
-            # The workers keep a request's counts until they are asked for them.
-            report.ask()
+            if counts_under is not None:
+                # The workers keep a request's counts until they are asked for them.
+                report.ask()
 
 
 def _may_ask(scope: Scope) -> bool:
@@ -167,7 +186,8 @@ def _read(received: bytes) -> tuple[dict[str, Any], RequestOptions | None, bool]
     body = _decode(received) if any(name in received for name in _NAMES) else None
     if body is None:
         return None
-    xargs = body.pop("vllm_xargs", None) or {}
+    xargs = body.pop("vllm_xargs", None)
+    xargs = {} if xargs is None else xargs
     if not isinstance(xargs, dict):
         return None
     prediction, aux_info = body.pop("prediction", None), body.pop("aux_info", None)

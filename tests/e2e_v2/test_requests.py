@@ -4,12 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
-from tests.e2e.engines import PROMPTS, engine, marked, target
+from tests.e2e.engines import PROMPTS, Engine, engine, marked, target
 from tests.e2e.references import DRAFTING, ask, asking, check_sums, config_of, stats
 from tests.e2e_v2.engines import FEW, async_engine, tokens
 
 TOKENS = 24
+
+
+def generate(e: Engine, prompts: list[list[int]], asked: list[dict[str, Any]]) -> list[Any]:
+    """Results of requests of different lengths."""
+    params = [
+        SamplingParams(temperature=0, ignore_eos=True, max_tokens=a["max_tokens"], extra_args=a["extra"]) for a in asked
+    ]
+    return e.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +107,23 @@ def test_preempted_requests_go_on_with_their_reference(
         preempted = next(m for m in e.llm.get_metrics() if m.name == "vllm:num_preemptions")
         assert preempted.value > 0
         assert check_sums(e)["reference"] > 60
+
+
+def test_steps_without_a_window(trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
+    """vLLM may want no drafts of a batch above some size; the host follows the text all the same."""
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 64, 0]]}
+    with engine(trained, config_of("ngram", draft, **schedule)) as e:
+        mirror = e.runner.speculator.drafting._feed.mirror
+        reference = {"sp_advice_prompt_token_ids": base[trained][0], "sp_edit": 1}
+        # The second one ends first, and leaves the first alone.
+        params = [{"max_tokens": TOKENS, "extra": reference}, {"max_tokens": 8, "extra": {}}]
+        texts = [list(r.outputs[0].token_ids) for r in generate(e, FEW[:2], params)]
+        assert texts == [base[trained][0], base[trained][1][:8]]
+        (followed,) = mirror.is_followed.nonzero()[0].tolist()
+        output = mirror.output(followed).tolist()
+        assert output == base[trained][0][: len(output)]
+        assert len(output) > 8
+        assert sum(stats(e)["accepted"]["reference"]) > 0
 
 
 def test_sampled_drafts_beside_references(trained: Path, draft: Path) -> None:

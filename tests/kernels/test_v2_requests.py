@@ -42,7 +42,7 @@ class Engine:
         config = SimpleNamespace(
             speculative_config=SimpleNamespace(specplus=options, num_speculative_tokens=width),
             scheduler_config=SimpleNamespace(max_num_seqs=4),
-            model_config=SimpleNamespace(max_model_len=MAX_LEN),
+            model_config=SimpleNamespace(max_model_len=MAX_LEN, return_sampling_mask=False),
         )
         self.token_ids = torch.tensor(TEXT * MAX_LEN, dtype=torch.int32)[: 4 * MAX_LEN].reshape(4, MAX_LEN)
         self.total_len = torch.full((4,), MAX_LEN, dtype=torch.int32)
@@ -390,9 +390,9 @@ def test_one_worker_says_what_is_cut(rank, monkeypatch):
     said = []
     monkeypatch.setattr(live_requests.logger, "warning", lambda *args: said.append(args))
     engine = Engine(rank=rank)
-    engine.add("a", 0, range(MAX_LEN))
+    engine.add("a", 0, range(9))
     assert not said
-    engine.add("b", 1, range(MAX_LEN + 1))
+    engine.add("b", 1, range(9), num_cut=1)
     assert len(said) == (rank == 0)
 
 

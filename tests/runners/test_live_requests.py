@@ -13,7 +13,6 @@ from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests, limit
 
 OPTIONS = SpecPlusOptions(method="ngram", num_speculative_tokens=4, min_ngram_size=3, max_ngram_size=7)
 NOTHING = {"requests": 0, "references": 0, "kept_counts": 0}
-MAX_LEN = 10
 
 
 def new_request(req_id: str, reference: Iterable[int] | None = None, **asked: Any) -> SimpleNamespace:
@@ -25,8 +24,8 @@ def new_request(req_id: str, reference: Iterable[int] | None = None, **asked: An
     return SimpleNamespace(req_id=req_id, sampling_params=SimpleNamespace(extra_args=extra))
 
 
-def new_live(warns: bool = True) -> LiveRequests:
-    return LiveRequests(OPTIONS, MAX_LEN, warns=warns)
+def new_live(warns: bool = True, return_sampling_mask: bool = False) -> LiveRequests:
+    return LiveRequests(OPTIONS, SimpleNamespace(return_sampling_mask=return_sampling_mask), warns=warns)
 
 
 def asked_by(live: LiveRequests, req_id: str) -> LiveRequest:
@@ -119,25 +118,31 @@ def test_sizes_go_back_to_zeros() -> None:
 
 
 @pytest.mark.parametrize("warns", [True, False])
-def test_a_long_reference_is_cut(warns: bool, log: pytest.LogCaptureFixture) -> None:
-    """With its mode, limit and key as they are; the log says how long it was, once, and nothing that is in it."""
+def test_what_was_cut_off_is_logged_once(warns: bool, log: pytest.LogCaptureFixture) -> None:
     live = new_live(warns=warns)
-    token_ids = range(70001, 70001 + MAX_LEN + 3)
     for _ in range(2):
-        live.begin([new_request("a", token_ids, edit=True, max_drafts=3, key="key")])
-    a = asked_by(live, "a")
-    assert drafts(live, "a") == list(token_ids)[:MAX_LEN]
-    assert a.reference is not None
-    assert (a.reference.edit, a.max_drafts, a.key) == (True, 3, "key")
-    cut = f"request a: its reference of {MAX_LEN + 3} tokens is longer than the model length and cut to {MAX_LEN}"
-    assert [record.getMessage() for record in log.records] == [cut] * warns
+        live.begin([new_request("a", [70001], num_cut=3), new_request("b", [5])])
+    said = "request a: its reference is longer than the model length: 3 tokens or more are cut off"
+    assert [record.getMessage() for record in log.records] == [said] * warns
 
 
-def test_a_reference_of_the_model_length_is_whole(log: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_begins_anew_asks_anew() -> None:
+    """A session goes on with other parameters, or a client uses an id again; the old counts are let go."""
     live = new_live()
-    live.begin([new_request("a", range(MAX_LEN))])
-    assert drafts(live, "a") == list(range(MAX_LEN))
-    assert not log.records
+    live.begin([new_request("a", [5, 6], key="old")])
+    live.begin([new_request("a", [7])])
+    assert drafts(live, "a") == [7]
+    assert live.counts.collect("old") is not None
+    assert live.sizes() == {"requests": 1, "references": 1, "kept_counts": 0}
+    live.begin([new_request("a")])
+    assert live.sizes() == NOTHING
+
+
+def test_what_nobody_has_checked_is_not_read() -> None:
+    live = new_live(return_sampling_mask=True)
+    forged = SimpleNamespace(extra_args={CARRIED: "x"})
+    live.begin([SimpleNamespace(req_id="a", sampling_params=forged), new_request("b", [5])])
+    assert live.sizes() == NOTHING
 
 
 def test_limits_are_the_requests_within_the_window() -> None:

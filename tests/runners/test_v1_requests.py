@@ -27,7 +27,8 @@ class Steps:
     def __init__(self, rank: int = 0, **options: Any):
         options = {"method": "ngram", "num_speculative_tokens": WIDTH} | options
         config = SimpleNamespace(specplus=SpecPlusOptions(**options))
-        runner = SimpleNamespace(speculative_config=config, max_model_len=MAX_LEN)
+        model_config = SimpleNamespace(return_sampling_mask=False)
+        runner = SimpleNamespace(speculative_config=config, model_config=model_config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(v1_requests, "get_tp_group", lambda: SimpleNamespace(rank_in_group=rank))
             self.tracker = RequestTracker(runner)
@@ -246,9 +247,9 @@ def test_one_worker_says_what_is_cut(rank: int, monkeypatch: pytest.MonkeyPatch)
     said: list[Any] = []
     monkeypatch.setattr(live_requests.logger, "warning", lambda *args: said.append(args))
     steps = Steps(rank)
-    steps.begin(steps.add("a", range(MAX_LEN)))
+    steps.begin(steps.add("a", range(9)))
     assert not said
-    steps.begin(steps.add("b", range(MAX_LEN + 1)))
+    steps.begin(steps.add("b", range(9), num_cut=1))
     assert len(said) == (rank == 0)
 
 

@@ -21,11 +21,16 @@ class LiveRequest:
         reference: what its output is expected to resemble, or None.
         max_drafts: at most so many drafts in a step, or None.
         key: the name under which its counts are kept, or None.
+        num_cut: how many tokens of the reference were left out.
+        encoded: what was carried here.
     """
 
-    def __init__(self, carried: CarriedOptions, options: SpecPlusOptions):
+    def __init__(self, encoded: dict[str, Any], options: SpecPlusOptions):
+        carried = CarriedOptions.decode(encoded)
+        self.encoded = encoded
         self.max_drafts = carried.max_drafts
         self.key = carried.key
+        self.num_cut = carried.num_cut
         self.reference: ReferenceText | None = None
         if carried.token_ids is not None and carried.max_drafts != 0:
             self.reference = ReferenceText(
@@ -41,13 +46,14 @@ class LiveRequests:
 
     Args:
         options: the plugin's.
-        max_model_len: references are cut to so many tokens.
-        warns: whether this worker logs what is cut, one for all that do the same.
+        model_config: vLLM's.
+        warns: whether this worker logs what was cut, one for all that do the same.
     """
 
-    def __init__(self, options: SpecPlusOptions, max_model_len: int, *, warns: bool):
+    def __init__(self, options: SpecPlusOptions, model_config: Any, *, warns: bool):
         self._options = options
-        self._max_model_len = max_model_len
+        # Where nothing has checked a request, what it says is its client's word.
+        self._is_checked = not model_config.return_sampling_mask
         self._warns = warns
         self._live: dict[str, LiveRequest] = {}
         self.counts = RequestCounts()
@@ -60,19 +66,32 @@ class LiveRequests:
         return self._live.get(req_id)
 
     def begin(self, new_requests: Iterable[Any]) -> None:
-        """Take note of requests that are scheduled for the first time, or again after they were preempted.
+        """Take note of requests that are scheduled for the first time, again after they were preempted, or anew.
 
         Args:
             new_requests: vLLM's ``NewRequestData``.
         """
+        if not self._is_checked:
+            return
         for new in new_requests:
-            extra = getattr(new.sampling_params, "extra_args", None) or {}
-            if new.req_id in self._live or CARRIED not in extra:
+            encoded = (getattr(new.sampling_params, "extra_args", None) or {}).get(CARRIED)
+            live = self._live.get(new.req_id)
+            if live is not None and live.encoded == encoded:
                 continue
-            carried = CarriedOptions.decode(extra[CARRIED])
-            self._live[new.req_id] = LiveRequest(self._cut(new.req_id, carried), self._options)
-            if carried.key is not None:
-                self.counts.begin(carried.key)
+            self.finish([new.req_id])
+            if encoded is not None:
+                self._begin(new.req_id, encoded)
+
+    def _begin(self, req_id: str, encoded: dict[str, Any]) -> None:
+        live = self._live[req_id] = LiveRequest(encoded, self._options)
+        if live.key is not None:
+            self.counts.begin(live.key)
+        if live.num_cut and self._warns:
+            logger.warning(
+                "request %s: its reference is longer than the model length: %d tokens or more are cut off",
+                req_id,
+                live.num_cut,
+            )
 
     def finish(self, req_ids: Iterable[str]) -> None:
         """Forget requests that have ended."""
@@ -85,19 +104,6 @@ class LiveRequests:
         """How much is held, by kind; zeros when nothing runs and all counts were asked for."""
         references = sum(live.reference is not None for live in self._live.values())
         return {"requests": len(self._live), "references": references, "kept_counts": len(self.counts)}
-
-    def _cut(self, req_id: str, carried: CarriedOptions) -> CarriedOptions:
-        token_ids = carried.token_ids
-        if token_ids is None or len(token_ids) <= self._max_model_len:
-            return carried
-        if self._warns:
-            logger.warning(
-                "request %s: its reference of %d tokens is longer than the model length and cut to %d",
-                req_id,
-                len(token_ids),
-                self._max_model_len,
-            )
-        return CarriedOptions(token_ids[: self._max_model_len], carried.edit, carried.max_drafts, carried.key)
 
 
 def limits(live: LiveRequests, req_ids: Sequence[str], width: int) -> np.ndarray:

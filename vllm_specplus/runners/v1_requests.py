@@ -19,7 +19,7 @@ class RequestTracker:
     def __init__(self, runner: Any):
         options: SpecPlusOptions = runner.speculative_config.specplus
         width = max(options.num_speculative_tokens, 1)
-        self.live = LiveRequests(options, runner.max_model_len, warns=get_tp_group().rank_in_group == 0)
+        self.live = LiveRequests(options, runner.model_config, warns=get_tp_group().rank_in_group == 0)
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
         self._counts = np.zeros((2, len(SOURCES), width), np.int64)
         # Of each request's last drafts: how many were the model's, and the source of the others.
@@ -53,6 +53,10 @@ class RequestTracker:
 
     def before_step(self, scheduler_output: Any) -> None:
         """A step begins."""
+        ended = scheduler_output.finished_req_ids
+        self.live.finish(ended)
+        for req_id in ended:
+            self._made.pop(req_id, None)
         self.live.begin(scheduler_output.scheduled_new_reqs)
         invalid = scheduler_output.num_invalid_spec_tokens or {}
         nothing = (0, self._history_source)
@@ -60,10 +64,6 @@ class RequestTracker:
             req_id: (*self._made.get(req_id, nothing), len(drafts) - invalid.get(req_id, 0))
             for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items()
         }
-        ended = scheduler_output.finished_req_ids.difference(new.req_id for new in scheduler_output.scheduled_new_reqs)
-        self.live.finish(ended)
-        for req_id in ended:
-            self._made.pop(req_id, None)
 
     def after_step(self, output: Any) -> None:
         """A step has given its tokens: vLLM's ``ModelRunnerOutput``."""

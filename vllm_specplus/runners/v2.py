@@ -252,14 +252,14 @@ class Drafting:
         if model_drafts is not None:
             window[:, :num_steps] = model_drafts
         self.requests.count_steps(input_batch, num_sampled)
-        needs_tokens = self._filler.needs_every_step
-        if width == 0 and not needs_tokens:
-            return window, self.num_drafts[idx_mapping], self.num_model[idx_mapping]
+        needs_every_step = self._filler.needs_every_step
         drafts = window[:, :width]
         max_drafts = self.requests.limit(input_batch, (num_sampled[:num_reqs] > 0).to(torch.int32) * width)
         arrival = None
-        if needs_tokens or self.requests.references(input_batch):
+        if needs_every_step or self.requests.references(input_batch):
             arrival = self._feed.advance(input_batch, drafts, num_steps, max_drafts)
+        if width == 0 and not needs_every_step:
+            return window, self.num_drafts[idx_mapping], self.num_model[idx_mapping]
         num_drafts, num_model = self._filler.fill(input_batch, drafts, num_steps, max_drafts, arrival)
         num_drafts, num_model = self.requests.put_references_first(
             input_batch, drafts, num_drafts, num_model, max_drafts

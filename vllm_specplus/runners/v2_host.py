@@ -149,6 +149,7 @@ class TokenFeed:
         rows, mirror, indices = arrival.rows, self.mirror, arrival.indices
         num_new = rows[:, 0] - mirror.num_tokens[indices]
         is_same = mirror.generation[indices] == arrival.generation
-        for i in np.flatnonzero(is_same & mirror.is_followed[indices] & (num_new > 0)).tolist():
+        is_new = (num_new > 0) & (num_new <= self._width + 1)
+        for i in np.flatnonzero(is_same & mirror.is_followed[indices] & is_new).tolist():
             latest = rows[i, 2 : 2 + num_new[i]][::-1]
             mirror.extend(indices[i], int(rows[i, 0]), latest)

@@ -28,9 +28,7 @@ class RequestTracker:
         self._req_states = req_states
         self._feed = feed
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
-        self.live = LiveRequests(
-            options, vllm_config.model_config.max_model_len, warns=get_tp_group().rank_in_group == 0
-        )
+        self.live = LiveRequests(options, vllm_config.model_config, warns=get_tp_group().rank_in_group == 0)
         self._asked: dict[int, LiveRequest] = {}  # by request state
         # By request state: the source of drafts that are not the model's.
         self._rest = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
@@ -40,9 +38,8 @@ class RequestTracker:
 
     def before_step(self, scheduler_output: Any) -> None:
         """A step begins."""
-        new_requests = scheduler_output.scheduled_new_reqs
-        self.live.begin(new_requests)
-        self.live.finish(scheduler_output.finished_req_ids.difference(new.req_id for new in new_requests))
+        self.live.finish(scheduler_output.finished_req_ids)
+        self.live.begin(scheduler_output.scheduled_new_reqs)
 
     def after_step(self, output: Any) -> None:
         """Nothing: the device counts."""
@@ -61,7 +58,7 @@ class RequestTracker:
             return
         self._rest[index] = self._history_source
         if asked.key is not None:
-            self.live.counts.add(asked.key, self._tallies[index].clone())
+            self.live.counts.add_later(asked.key, self._tallies[index].clone())
 
     def has_reference(self, index: int) -> bool:
         """Whether the request of a place has a reference."""
