@@ -92,9 +92,7 @@ class PredictedOutputs:
         scope = {**scope, _SEEN: True}
         state = getattr(scope.get("app"), "state", None)
         engine_client = getattr(state, "engine_client", None)
-        check = (
-            check_of(engine_client.vllm_config.model_config) if engine_client and has_drafter(engine_client) else None
-        )
+        check = _check_of(engine_client)
         if check is None:
             logger.warning_once(
                 "PredictedOutputs does nothing: the engine's speculative config has no method of vllm-specplus, or its "
