@@ -43,8 +43,8 @@ start() {
   while (($(jobs -rp | wc -l) >= 2)); do wait -n || code=1; done
   echo "ci/test.sh: starts $1"
   (
-    run "$@" >"$reports/$1.log" 2>&1
-    result=$?
+    result=0
+    run "$@" >"$reports/$1.log" 2>&1 || result=$?
     echo "===== $1"
     cat "$reports/$1.log"
     exit "$result"

@@ -103,9 +103,9 @@ MEANS = [
     ),
     Means(warnings=["suffix keys act only with method suffix or mtp_strategy with_suffix"]),
     Means(
-        {"method": "naive", "num_speculative_tokens": 0},
+        {"method": "naive", "num_speculative_tokens": 1},
         {"method": "naive"},
-        notes=["num_speculative_tokens=1 is forced to 0 drafts"],
+        notes=["num_speculative_tokens=1: method naive drafts what a request's reference says"],
     ),
     Means(refused=['quantization="wint4"', "wint4 is Paddle's", *stock_keys().quantizations]),
     Means(
