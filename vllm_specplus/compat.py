@@ -141,7 +141,7 @@ REQUEST_SEAMS = (
     *_members(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        "scheduled_new_reqs finished_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens",
+        "scheduled_new_reqs finished_req_ids preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens",
         "read: which requests begin and end, and what is verified",
     ),
     *_members("vllm.v1.core.sched.output", "NewRequestData", "req_id sampling_params", "read: what a request asks for"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 SOURCES = ("model", "ngram", "suffix", "reference", "unfilled")
-"""Where a draft comes from. ``unfilled``: a slot that vLLM scheduled before it was known that nothing fills it."""
+"""Where a draft comes from. ``unfilled``: a slot that vLLM scheduled and that nothing filled."""
 MODEL, NGRAM, SUFFIX, REFERENCE, UNFILLED = range(len(SOURCES))
 
 _MAX_KEPT = 1024

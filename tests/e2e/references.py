@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from tests.e2e.engines import PROPOSERS, Engine, speculative
+from tests.e2e.engines import PROMPTS, PROPOSERS, Engine, engine, speculative
 
 # Every way of drafting that is the plugin's.
 DRAFTING = PROPOSERS.keys() - {"mtp"}
@@ -61,3 +61,17 @@ def check_sums(e: Engine) -> dict[str, int]:
     assert sum(accepted) == vllm.accepted
     assert not any(found["accepted"]["unfilled"])
     return {source: sum(row) for source, row in found["accepted"].items()}
+
+
+def check_padding(model: Path, draft: Path) -> None:
+    """vLLM gives a request with one token left to compute a step of full width, before anything is drafted for it."""
+    prompts = [*PROMPTS[:2], *([token] for token in PROMPTS[2][:3])]
+    with engine(model, max_num_seqs=2) as e:
+        expected = e.tokens(prompts, max_tokens=16)
+    with engine(model, speculative("mtp_ngram", draft), max_num_seqs=2) as e:
+        assert e.tokens(prompts, max_tokens=16) == expected
+        check_sums(e)
+        unfilled = stats(e)["drafted"]["unfilled"]
+    # The two that begin with prompts of one token while another request runs, and the third perhaps.
+    assert len(set(unfilled)) == 1
+    assert unfilled[0] in (1, 2, 3)

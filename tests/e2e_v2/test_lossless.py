@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative, target
-from tests.e2e.references import DRAFTING, check_sums, stats
+from tests.e2e.references import DRAFTING, check_padding, check_sums, stats
 from tests.e2e.test_lossless import check_sources
 from tests.e2e_v2.engines import FEW, async_engine, tokens, v1_tokens
 
@@ -103,6 +103,10 @@ def test_asynchronous_scheduling_accepts_no_filler(trained: Path, draft: Path) -
     assert any(found["drafted"].pop("unfilled"))
     check_sources("mtp_ngram", found, is_taken=True)
     assert sum(found["accepted"]["unfilled"]) == 0
+
+
+def test_padding_is_no_draft(trained: Path, draft: Path) -> None:
+    check_padding(trained, draft)
 
 
 def test_eagle3(draft: Path) -> None:

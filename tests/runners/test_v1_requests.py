@@ -44,6 +44,7 @@ class Steps:
         self,
         *new: Any,
         ended: Iterable[str] = (),
+        preempted: Iterable[str] = (),
         scheduled: dict[str, list[int]] | None = None,
         invalid: dict[str, int] | None = None,
     ) -> None:
@@ -52,6 +53,7 @@ class Steps:
             SimpleNamespace(
                 scheduled_new_reqs=list(new),
                 finished_req_ids=set(ended),
+                preempted_req_ids=set(preempted) or None,
                 scheduled_spec_decode_tokens=scheduled or {},
                 num_invalid_spec_tokens=invalid,
             )
@@ -188,6 +190,20 @@ def test_only_what_is_verified_counts() -> None:
     ]
 
 
+def test_padding_is_nobodys() -> None:
+    """vLLM gives a request with one token left to compute a step of full width, before anything is drafted."""
+    steps = Steps()
+    steps.begin(steps.add("a"), scheduled={"a": [-1] * WIDTH})
+    steps.end({"a": [1]})
+    assert steps.drafted() == {"unfilled": [1] * WIDTH}
+    steps.draft({"a": [1]}, {"a": GUESSED})
+    steps.begin(preempted="a")
+    steps.begin(scheduled={"a": [-1, -1]})
+    steps.end({"a": [1]})
+    assert steps.drafted() == {"unfilled": [2, 2, 1, 1]}
+    assert steps.accepted() == {}
+
+
 def test_a_requests_counts_are_of_its_reference_alone() -> None:
     steps = Steps()
     steps.begin(steps.add("a", TEXT, edit=True, key="one"), steps.add("b", key="two"), steps.add("c", TEXT))
@@ -223,9 +239,9 @@ def test_drafts_of_a_request_that_has_ended_are_not_the_next_ones() -> None:
     steps.begin(steps.add("a", TEXT))
     steps.draft({"a": TEXT[:1]})
     steps.begin(ended="a")
-    steps.begin(steps.add("a"), scheduled={"a": [1]})
-    steps.end({"a": [1, 1]})
-    assert steps.drafted() == {"ngram": [1, 0, 0, 0]}
+    steps.begin(steps.add("a"), scheduled={"a": [-1]})
+    steps.end({"a": [1]})
+    assert steps.drafted() == {"unfilled": [1, 0, 0, 0]}
 
 
 def test_a_request_that_begins_as_it_ends_runs() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.metrics import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source, count_step
+from vllm_specplus.metrics import NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, by_source, count_step
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.hybrid import Drafts
 from vllm_specplus.runners.live_requests import LiveRequests, limits
@@ -55,19 +55,20 @@ class RequestTracker:
         """A step begins."""
         ended = scheduler_output.finished_req_ids
         self.live.finish(ended)
-        for req_id in ended:
+        for req_id in ended | (scheduler_output.preempted_req_ids or set()):
             self._made.pop(req_id, None)
         self.live.begin(scheduler_output.scheduled_new_reqs)
         invalid = scheduler_output.num_invalid_spec_tokens or {}
-        nothing = (0, self._history_source)
+        # vLLM pads the first step of a request that has one token left to compute.
+        padding = (0, UNFILLED)
         self._verified = {
-            req_id: (*self._made.get(req_id, nothing), len(drafts) - invalid.get(req_id, 0))
+            req_id: (*self._made.get(req_id, padding), len(drafts) - invalid.get(req_id, 0))
             for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items()
         }
 
     def after_step(self, output: Any) -> None:
         """A step has given its tokens: vLLM's ``ModelRunnerOutput``."""
-        nothing = (0, self._history_source, 0)
+        nothing = (0, UNFILLED, 0)
         rows = [
             (*self._verified.get(req_id, nothing), len(tokens) - 1, req_id)
             for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)

@@ -227,6 +227,8 @@ class Drafting:
     def begin(self, req_id: str, index: int, prompt_len: int, token_ids: list[int]) -> None:
         """A request takes its place among the request states, perhaps with some of its output."""
         self.requests.begin(req_id, index)
+        # vLLM pads the first step of a request that has one token left to compute.
+        self.num_drafts[index] = 0
         if self._filler.needs_every_step or self.requests.has_reference(index):
             self._feed.mirror.add(index, prompt_len, token_ids)
         else:
