@@ -121,7 +121,7 @@ def test_an_engine_without_the_plugin(path: str, engine: Any) -> None:
 
 
 def test_below_a_root_path() -> None:
-    assert client_for(Engine([STATS]), root_path="/root").get("/root/specplus/stats").status_code == 200
+    assert client_for(Engine([STATS]), root_path="/prefix").get("/prefix/specplus/stats").status_code == 200
 
 
 def test_two_apps_of_a_process() -> None:

@@ -332,7 +332,7 @@ def test_other_scopes(kind: str) -> None:
     [
         (CHAT, "", "application/json"),
         (TEXT, "", "Application/JSON; charset=utf-8"),
-        (CHAT, "/root/path", "application/json ;x=y"),
+        (CHAT, "/a/prefix", "application/json ;x=y"),
     ],
 )
 def test_what_reaches_vllm(path: str, root_path: str, media_type: str) -> None:

@@ -53,6 +53,16 @@ _V2 = "vllm.v1.worker.gpu.model_runner"
 _V2_SPEC = "vllm.v1.worker.gpu.spec_decode"
 _V2_STATES = "vllm.v1.worker.gpu.states"
 _V2_SAMPLE = "vllm.v1.worker.gpu.sample"
+_V2_SAMPLING_PARAMETERS = (
+    "logits",
+    "expanded_idx_mapping",
+    "idx_mapping",
+    "idx_mapping_np",
+    "pos",
+    "input_ids",
+    "expanded_local_pos",
+    "seq_lens_upper_bound_np",
+)
 _ENDPOINTS = "vllm.plugins.endpoint_plugins.interface"
 
 
@@ -391,32 +401,13 @@ V2_SEAMS = (
         f"{_V2_SAMPLE}.sampler",
         "Sampler.apply_sampling_params",
         "called: penalties, bias and masks",
-        (
-            "logits",
-            "expanded_idx_mapping",
-            "idx_mapping",
-            "idx_mapping_np",
-            "pos",
-            "input_ids",
-            "expanded_local_pos",
-            "seq_lens_upper_bound_np",
-        ),
+        _V2_SAMPLING_PARAMETERS,
     ),
     Seam(
         f"{_V2_SAMPLE}.sampler",
         "Sampler.sample",
         "replaced",
-        (
-            "logits",
-            "expanded_idx_mapping",
-            "idx_mapping",
-            "idx_mapping_np",
-            "pos",
-            "input_ids",
-            "expanded_local_pos",
-            "seq_lens_upper_bound_np",
-            "return_logprobs",
-        ),
+        (*_V2_SAMPLING_PARAMETERS, "return_logprobs"),
         is_exact=True,
     ),
     *_members(

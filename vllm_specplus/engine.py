@@ -129,7 +129,7 @@ def _runs_on_v2(args: EngineArgs, resolved: Resolved) -> bool:
 
 
 def _check_watermark(args: EngineArgs) -> None:
-    if getattr(args, "watermark_config", None) is not None:
+    if args.watermark_config is not None:
         raise SpecPlusConfigError(
             "speculative_config: keys of vllm-specplus are not allowed with a watermark, which vLLM's own drafting and "
             "verification put in: leave one of them out"

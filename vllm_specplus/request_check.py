@@ -163,13 +163,12 @@ def left_out(model_config: Any) -> Iterator[None]:
 
 def check_of(model_config: Any) -> type[RequestCheck] | None:
     """What checks the requests of an engine; None if nothing does."""
-    found = (p for p in model_config.logits_processors or () if isinstance(p, type) and issubclass(p, RequestCheck))
-    return next(found, None)
+    return next(filter(_is_check, model_config.logits_processors or ()), None)
 
 
 def _others(model_config: Any) -> list[Any]:
-    return [
-        processor
-        for processor in model_config.logits_processors or ()
-        if not (isinstance(processor, type) and issubclass(processor, RequestCheck))
-    ]
+    return [processor for processor in model_config.logits_processors or () if not _is_check(processor)]
+
+
+def _is_check(processor: Any) -> bool:
+    return isinstance(processor, type) and issubclass(processor, RequestCheck)

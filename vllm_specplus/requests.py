@@ -107,35 +107,31 @@ class PredictedOutputs:
         key = uuid4().hex
         try:
             asked = _read(received)
-            if asked is None:
-                return await self.app(scope, _replay(received, receive), send)
-            body, options, aux_info = asked
-            on_reference = options is not None and options.has_reference
-            counts_under = key if on_reference or aux_info else None
-            carried = CarriedOptions(key=counts_under)
-            if options is not None:
-                # Text is turned into tokens once, whatever it is asked for, and the server goes on meanwhile.
-                carried = await run_in_threadpool(check.resolve, options, counts_under)
+            if asked is not None:
+                carried = await asked.resolve(check, key)
         except RequestError as error:
             refusal = error_response(HTTPStatus.BAD_REQUEST, "BadRequestError", str(error), error.field)
             return await refusal(scope, receive, send)
+        if asked is None:
+            return await self.app(scope, _replay(received, receive), send)
 
+        body = asked.body
         body["vllm_xargs"] = {**body["vllm_xargs"], HANDED_OVER: key}
-        usage_added = aux_info and _add_usage(body)
+        usage_added = asked.aux_info and _add_usage(body)
         usage_forced = getattr(getattr(state, "args", None), "enable_force_include_usage", False)
         encoded = json.dumps(body).encode()
         headers = MutableHeaders(scope=scope)
         headers["content-length"] = str(len(encoded))
         del headers["transfer-encoding"]
-        report = _Report(engine_client, key, on_reference=on_reference, aux_info=aux_info, arrived=arrived)
-        if counts_under is not None:
+        report = _Report(engine_client, key, asked, arrived)
+        if asked.wants_counts:
             send = _Response(send, report, hide_usage=usage_added and not usage_forced)
         handed_over.put(key, carried)
         try:
             await self.app(scope, _replay(encoded, receive), send)
         finally:
             handed_over.drop(key)
-            if counts_under is not None:
+            if asked.wants_counts:
                 # The workers keep a request's counts until they are asked for them.
                 report.ask()
 
@@ -172,11 +168,37 @@ def _encode(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _read(received: bytes) -> tuple[dict[str, Any], RequestOptions | None, bool] | None:
-    """Take what is asked of the plugin out of a request's body; None if it is nothing, or vLLM will refuse the body.
+@dataclass(frozen=True)
+class _Asked:
+    """What an HTTP request asks of the plugin, and the rest of its body, with a dict as its ``vllm_xargs``."""
 
-    Returns:
-        The rest of the body, with a dict as its ``vllm_xargs``; the options; whether `aux_info` is asked for.
+    body: dict[str, Any]
+    options: RequestOptions | None
+    aux_info: bool
+
+    @property
+    def on_reference(self) -> bool:
+        return self.options is not None and self.options.has_reference
+
+    @property
+    def wants_counts(self) -> bool:
+        return self.on_reference or self.aux_info
+
+    async def resolve(self, check: type[RequestCheck], key: str) -> CarriedOptions:
+        """What the workers are told; its counts, if they are wanted, are kept under `key`.
+
+        Raises:
+            RequestError: a field is not allowed.
+        """
+        counts_under = key if self.wants_counts else None
+        if self.options is None:
+            return CarriedOptions(key=counts_under)
+        # Text is turned into tokens once, whatever it is asked for, and the server goes on meanwhile.
+        return await run_in_threadpool(check.resolve, self.options, counts_under)
+
+
+def _read(received: bytes) -> _Asked | None:
+    """Take what is asked of the plugin out of a request's body; None if it is nothing, or vLLM will refuse the body.
 
     Raises:
         RequestError: a field is not allowed.
@@ -195,7 +217,7 @@ def _read(received: bytes) -> tuple[dict[str, Any], RequestOptions | None, bool]
     if options is None and not aux_info:
         return None
     body["vllm_xargs"] = {key: value for key, value in xargs.items() if key not in KEYS}
-    return body, options, bool(aux_info)
+    return _Asked(body, options, bool(aux_info))
 
 
 def _add_usage(body: dict[str, Any]) -> bool:
@@ -223,8 +245,7 @@ class _Report:
 
     engine_client: Any
     key: str
-    on_reference: bool
-    aux_info: bool
+    asked: _Asked
     arrived: float
     _counts: asyncio.Task[dict[str, Any] | None] | None = None
 
@@ -246,13 +267,13 @@ class _Report:
         if counts is None:
             return
         usage = payload["usage"]
-        if self.on_reference:
+        if self.asked.on_reference:
             usage["completion_tokens_details"] = {
                 **(usage.get("completion_tokens_details") or {}),
                 "accepted_prediction_tokens": counts["accepted"],
                 "rejected_prediction_tokens": counts["rejected"],
             }
-        if self.aux_info:
+        if self.asked.aux_info:
             num_tokens, num_steps = usage.get("completion_tokens") or 0, counts["num_steps"]
             payload["aux_info"] = {
                 "iter_count": num_steps,
