@@ -101,9 +101,9 @@ def test_a_function_that_became_something_else_is_named(copied_vllm: Path) -> No
 
 
 def test_a_lost_module_is_named(copied_vllm: Path) -> None:
-    (copied_vllm / "v1/worker/cpu_worker.py").unlink()
+    (copied_vllm / "v1/spec_decode/custom_class_proposer.py").unlink()
     (problem,) = compat.missing_seams(copied_vllm)
-    assert "module vllm.v1.worker.cpu_worker is gone" in problem
+    assert "module vllm.v1.spec_decode.custom_class_proposer is gone" in problem
 
 
 def test_check_raises_one_error_that_names_the_seam(copied_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

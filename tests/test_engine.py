@@ -159,6 +159,31 @@ def test_what_v2_cannot_combine(
         args.create_engine_config()
 
 
+@pytest.mark.parametrize(
+    ("changes", "rust", "words"),
+    [
+        ({}, "0", None),
+        ({"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}, "0", "with return_sampling_mask=True"),
+        ({}, "1", "by vLLM's Rust front end"),
+    ],
+)
+def test_requests_that_are_not_checked(
+    changes: dict[str, object],
+    rust: str,
+    words: str | None,
+    tiny: Path,
+    on_v2: None,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
+    args = EngineArgs(model=str(tiny), speculative_config=HYBRID, max_model_len=256, enforce_eager=True, **changes)
+    args.create_engine_config()
+    said = [line for line in log.messages if "what requests ask of vllm-specplus is ignored" in line]
+    assert len(said) == (words is not None)
+    assert all(words in line for line in said)
+
+
 def test_several_mtp_layers_on_v2(tiny: Path, tmp_path: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's speculator for them goes back over as many refused drafts as it makes, and a hybrid refuses more."""
     model = shutil.copytree(tiny, tmp_path / "model")

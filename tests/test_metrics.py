@@ -17,7 +17,7 @@ from vllm_specplus.metrics import (
     count_step,
 )
 
-NOTHING = {"num_steps": 0, "accepted": 0, "rejected": 0}
+NOTHING = {"num_requests": 1, "num_steps": 0, "accepted": 0, "rejected": 0}
 
 
 def new_counts(width: int = 4) -> np.ndarray:
@@ -71,7 +71,7 @@ def test_a_requests_parts_are_summed_whatever_holds_them() -> None:
     tensor += 1  # Read when they are asked for.
     live = (part for part in (torch.tensor([5, 1, 1]), np.array([1, 0, 0])))
     summed = counts.collect("a", live)
-    assert summed == {"num_steps": 9, "accepted": 5, "rejected": 3}
+    assert summed == {"num_requests": 1, "num_steps": 9, "accepted": 5, "rejected": 3}
     assert all(type(value) is int for value in summed.values())
 
 
@@ -95,7 +95,7 @@ def test_counts_asked_for_at_the_end_are_forgotten() -> None:
     counts.finish("a")
     counts.add("a", np.array([2, 5, 3]))  # The last ones come when a request leaves its place.
     assert len(counts) == 1
-    assert counts.collect("a") == {"num_steps": 2, "accepted": 3, "rejected": 2}
+    assert counts.collect("a") == {"num_requests": 1, "num_steps": 2, "accepted": 3, "rejected": 2}
     assert len(counts) == 0
     assert counts.collect("a") is None
 
@@ -104,9 +104,9 @@ def test_counts_asked_for_before_the_end_are_forgotten_there() -> None:
     counts = RequestCounts()
     counts.begin("a")
     counts.add("a", np.array([1, 1, 0]))
-    assert counts.collect("a") == {"num_steps": 1, "accepted": 0, "rejected": 1}
+    assert counts.collect("a") == {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 1}
     counts.add("a", np.array([1, 1, 1]))
-    assert counts.collect("a") == {"num_steps": 2, "accepted": 1, "rejected": 1}
+    assert counts.collect("a") == {"num_requests": 1, "num_steps": 2, "accepted": 1, "rejected": 1}
     counts.finish("a")
     assert len(counts) == 0
 
@@ -116,10 +116,10 @@ def test_requests_share_a_key_until_the_last_has_ended() -> None:
     counts.begin("a")
     counts.begin("a")
     counts.add("a", np.array([1, 0, 0]))
-    assert counts.collect("a") == NOTHING | {"num_steps": 1}
+    assert counts.collect("a") == NOTHING | {"num_requests": 2, "num_steps": 1}
     counts.finish("a")
     counts.add("a", np.array([1, 0, 0]))
-    assert counts.collect("a") == NOTHING | {"num_steps": 2}
+    assert counts.collect("a") == NOTHING | {"num_requests": 2, "num_steps": 2}
     counts.finish("a")
     assert len(counts) == 0
 
@@ -144,4 +144,4 @@ def test_the_last_to_end_is_the_last_to_go(monkeypatch: pytest.MonkeyPatch) -> N
     for key in "bca":
         counts.finish(key)
     assert counts.collect("b") is None
-    assert counts.collect("a") == counts.collect("c") == {"num_steps": 0, "accepted": 0, "rejected": 0}
+    assert counts.collect("a") == counts.collect("c") == NOTHING

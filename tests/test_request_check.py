@@ -1,6 +1,8 @@
 """What is checked where vLLM admits a request, and what it puts there for the workers."""
 
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +204,25 @@ def test_the_tokenizer_is_loaded_once_and_when_it_is_needed(loaded: list[Any]) -
     admitted(check, sp_advice_prompt="cd")
     options = {"runner_type": "generate", "tokenizer_mode": "auto", "revision": "a-revision", "trust_remote_code": True}
     assert loaded == [("an/adapted-tokenizer", options)]
+
+
+def test_one_thread_at_a_time_has_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Hugging Face cannot be used by two at once."""
+    inside, most = 0, 0
+
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+        return [1]
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    check = installed()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: admitted(check, sp_advice_prompt="a"), range(8)))
+    assert most == 1
 
 
 def test_an_engine_without_a_tokenizer_takes_token_ids(loaded: list[Any]) -> None:

@@ -1,5 +1,6 @@
 """What requests may write in the plugin's keys, and how it travels to the workers."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -95,9 +96,12 @@ WRONG = {
     ],
     "sp_advice_prompt": [3, True, [SECRET], {"text": SECRET}],
     "sp_advice_prompt_token_ids": [SECRET, 3, ["3"], [SECRET], [1.0], [True], [None], [3, -1], [2**31]],
-    "sp_edit": [2, -1, "1", "no", []],
+    "sp_edit": [2, -1, "1", "no", [], True, 1.0],
     "spec_tokens": [-1, 1.0, "1", True, 2**31, [1], "x" * 1000],
 }
+NESTED: list[Any] = []
+for _ in range(5000):
+    NESTED = [NESTED]
 ALLOWED = {
     "prediction": '{"type": "content", "content": text',
     "sp_advice_prompt": "must be text",
@@ -118,7 +122,20 @@ def test_a_value_that_is_not_allowed(name: str, value: Any) -> None:
     assert "secret" not in message
     assert len(message) < 200
     if name in ("sp_edit", "spec_tokens"):
-        assert f"{name}={value!r:.20}" in message
+        assert f"{name}={json.dumps(value):.20}" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        pytest.param(10**5000, "<int>", id="long"),
+        pytest.param(NESTED, "<list>", id="deep"),
+        pytest.param(object(), "<object>", id="strange"),
+    ],
+)
+def test_a_value_that_cannot_be_shown(value: Any, shown: str) -> None:
+    with pytest.raises(RequestError, match=f"spec_tokens={shown} is not allowed"):
+        parse({"spec_tokens": value})
 
 
 @pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (1, 2)])

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +30,9 @@ from vllm_specplus.requests import PredictedOutputs
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SECRET = "def secret(): return 42"
 PREDICTION = {"type": "content", "content": SECRET}
-COUNTS = {"num_steps": 4, "accepted": 7, "rejected": 2}
+COUNTS = {"num_requests": 1, "num_steps": 4, "accepted": 7, "rejected": 2}
 USAGE = {"prompt_tokens": 5, "total_tokens": 15, "completion_tokens": 10}
+OTHERS = dict.fromkeys(COUNTS, 99)
 DETAILS = {"accepted_prediction_tokens": 7, "rejected_prediction_tokens": 2}
 
 
@@ -45,7 +47,7 @@ class Check(RequestCheck):
 class Engine:
     """An engine client. `answers`: one per worker, or the error that asking them raises."""
 
-    def __init__(self, answers: Any = (None, COUNTS, {"num_steps": 99, "accepted": 99, "rejected": 99})):
+    def __init__(self, answers: Any = (None, COUNTS, OTHERS)):
         self.answers = answers
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.gate = asyncio.Event()
@@ -378,6 +380,25 @@ def test_a_prediction_among_the_xargs(asked: dict[str, Any]) -> None:
     assert set(server.seen["vllm_xargs"]) == {HANDED_OVER}
 
 
+def test_names_may_be_written_in_escapes() -> None:
+    server = Server()
+    server.post([rb'{"vllm_xargs": {"sp\u005fadvice_prompt": "a"}}'])
+    assert server.options == [([97], False, None, True)]
+
+
+def test_text_is_tokenised_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, threads = Server(), []
+
+    def encode(text: str) -> np.ndarray:
+        threads.append(threading.get_ident())
+        return np.array([len(text)], np.int32)
+
+    monkeypatch.setattr(Check, "tokenizer", SimpleNamespace(encode=encode))
+    server.post({"prediction": PREDICTION})
+    assert server.options == [([len(SECRET)], True, None, True)]
+    assert threading.get_ident() not in threads
+
+
 @pytest.mark.parametrize(
     ("asked", "field"),
     [
@@ -451,6 +472,25 @@ def test_usage_of_a_reference() -> None:
     assert parsed.usage.completion_tokens_details.accepted_prediction_tokens == 7
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "counts", "accepted"),
+    [
+        # The prompt's step, and one of eight drafts that is cut after the first.
+        (2, {"num_steps": 2, "accepted": 8}, 1),
+        (1, {"num_steps": 1, "accepted": 0}, 0),
+        (10, {"num_steps": 2, "accepted": 8}, 8),
+        # Two choices; where one alone is cut this is one too many.
+        (12, {"num_requests": 2, "num_steps": 4, "accepted": 16}, 10),
+        (None, {}, 0),
+    ],
+)
+def test_no_more_is_accepted_than_is_in_the_text(num_tokens: Any, counts: dict[str, int], accepted: int) -> None:
+    whole = answer(usage=USAGE | {"completion_tokens": num_tokens})
+    got = Server(lambda: JSONResponse(whole), Engine([COUNTS | counts])).post({"prediction": PREDICTION})
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": 2}
+    assert got.json["usage"]["completion_tokens_details"] == details
+
+
 @pytest.mark.parametrize("details", [None, {}])
 def test_usage_without_details(details: Any) -> None:
     whole = answer(usage=USAGE | {"completion_tokens_details": details})
@@ -463,7 +503,7 @@ def test_aux_info(num_steps: int, tokens: int | None, average: float, monkeypatc
     times = iter([100.0, 100.25])
     monkeypatch.setattr(requests.time, "perf_counter", lambda: next(times))
     whole = answer(usage=USAGE | {"completion_tokens": tokens})
-    server = Server(lambda: JSONResponse(whole), Engine([COUNTS | {"num_steps": num_steps}]))
+    server = Server(lambda: JSONResponse(whole), Engine([COUNTS | {"num_requests": 1, "num_steps": num_steps}]))
     got = server.post({"aux_info": True, "stream": False})
     assert "stream_options" not in server.seen
     assert got.json == whole | {
@@ -602,8 +642,11 @@ def test_aux_info_of_a_stream_without_usage(options: Any, forced: bool) -> None:
     """vLLM is asked for the chunk, and the client gets it without the usage that it has not asked for."""
     server = Server(streams(STREAM), force_usage=forced)
     got = server.post({"aux_info": True, "stream": True} | ({} if options == "absent" else {"stream_options": options}))
-    kept = options if isinstance(options, dict) else {}
-    assert server.seen["stream_options"] == {**kept, "include_usage": True}
+    if forced:
+        assert server.seen.get("stream_options", "absent") == options
+    else:
+        # Not continuous usage, or every chunk would have it.
+        assert server.seen["stream_options"] == {"include_usage": True}
     *before, last, done = events_of(got.body)
     assert (before, done) == (BEFORE, DONE)
     chunk = json.loads(last.removeprefix(b"data: "))

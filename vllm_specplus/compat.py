@@ -147,7 +147,15 @@ REQUEST_SEAMS = (
     ),
     Seam("vllm.sampling_params", "SamplingParams.extra_args", "read and set: what a request asks for"),
     Seam("vllm.exceptions", "VLLMValidationError", "raised where a request is refused"),
+    Seam("vllm.envs", "VLLM_USE_RUST_FRONTEND", "read: whether requests pass the check"),
     Seam("vllm.tokenizers", "get_tokenizer", "called: the tokenizer of references"),
+    Seam("vllm.tokenizers.protocol", "TokenizerLike.max_chars_per_token", "read: how much of a reference is needed"),
+    Seam(
+        "vllm.tokenizers.protocol",
+        "TokenizerLike.encode",
+        "called: tokens of references",
+        ("text", "add_special_tokens"),
+    ),
     *_members(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
@@ -177,6 +185,7 @@ WORKER_SEAMS = (
     Seam("vllm.v1.worker.gpu_worker", "Worker.init_device", "extended: overrides while it runs"),
     Seam("vllm.v1.worker.gpu_worker", "Worker.use_v2_model_runner", "read: which runner is built"),
     Seam("vllm.v1.worker.gpu_worker", "Worker.load_model", "extended: overrides while it runs"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", "extended: its steps are forgotten"),
     *(
         Seam("vllm.v1.worker.gpu_worker", f"Worker.{name}", why, (parameter,), is_exact=True)
         for name, parameter, why in (
@@ -186,6 +195,7 @@ WORKER_SEAMS = (
     ),
     Seam("vllm.v1.worker.gpu_worker", "Worker.model_runner", "read: what was built"),
     Seam("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "extended: overrides while it runs"),
+    Seam("vllm.v1.worker.cpu_worker", "CPUWorker.compile_or_warm_up_model", "extended: its steps are forgotten"),
 )
 
 V1_SEAMS = (

@@ -158,12 +158,16 @@ def _check_v2(resolved: Resolved, model_config: Any, parallel_config: Any) -> No
 
 
 def _check_requests(model_config: Any, resolved: Resolved) -> None:
+    from vllm import envs
+
     from vllm_specplus import request_check
 
     assert resolved.options is not None
     if model_config.return_sampling_mask:
         logger.info("what requests ask of vllm-specplus is ignored with return_sampling_mask=True")
         return
+    if envs.VLLM_USE_RUST_FRONTEND:
+        logger.warning("what requests ask of vllm-specplus is ignored by vLLM's Rust front end")
     request_check.install(model_config, drafts=resolved.options.drafts_from_history)
 
 

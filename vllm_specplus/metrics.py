@@ -51,6 +51,7 @@ def _num_longer(lengths: np.ndarray, width: int) -> np.ndarray:
 
 @dataclass
 class _Kept:
+    num_requests: int = 0
     live: int = 0
     is_collected: bool = False
     total: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
@@ -71,7 +72,9 @@ class RequestCounts:
 
     def begin(self, key: str) -> None:
         """One more request of this key runs."""
-        self._kept.setdefault(key, _Kept()).live += 1
+        kept = self._kept.setdefault(key, _Kept())
+        kept.num_requests += 1
+        kept.live += 1
 
     def add(self, key: str, part: np.ndarray) -> None:
         """Add to a key's counts [3] int: engine steps that gave tokens, reference drafts, those accepted."""
@@ -112,4 +115,9 @@ class RequestCounts:
         kept.is_collected = True
         if kept.live <= 0:
             del self._kept[key]
-        return {"num_steps": int(steps), "accepted": int(accepted), "rejected": int(drafted - accepted)}
+        return {
+            "num_requests": kept.num_requests,
+            "num_steps": int(steps),
+            "accepted": int(accepted),
+            "rejected": int(drafted - accepted),
+        }

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_specplus.config_errors import show
+
 CARRIED = "specplus"
 """The entry of ``extra_args`` that the workers read; whatever a request has there is replaced."""
 HANDED_OVER = "specplus_key"
@@ -52,7 +54,7 @@ class _Given(BaseModel):
     sp_advice_prompt_token_ids: Annotated[
         list[Annotated[int, Field(ge=0, lt=2**31)]] | None, Field(description="a list of token ids")
     ] = None
-    sp_edit: Annotated[Literal[0, 1] | None, Field(description="0 or 1")] = None
+    sp_edit: Annotated[int | None, Field(description="0 or 1", ge=0, le=1)] = None
     spec_tokens: Annotated[int | None, Field(description="an integer of 0 or more", ge=0, lt=2**31)] = None
 
 
@@ -99,7 +101,7 @@ def parse(given: Mapping[str, Any]) -> RequestOptions | None:
         read = _Given.model_validate({key: given[key] for key in KEYS if key in given})
     except ValidationError as error:
         field = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
-        value = f"={given[field]!r:.50}" if field in _SHOWN else ""
+        value = f"={show(given[field])}" if field in _SHOWN else ""
         allowed = _Given.model_fields[field].description
         raise RequestError(field, f"{field}{value} is not allowed: it must be {allowed}") from None
     stated = [key for key in KEYS if getattr(read, key) is not None]
@@ -128,6 +130,16 @@ def parse(given: Mapping[str, Any]) -> RequestOptions | None:
     )
 
 
+class _Encoded(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    token_ids: bytes | None
+    edit: bool
+    max_drafts: Annotated[int, Field(ge=0, lt=2**31)] | None
+    key: str | None
+    num_cut: Annotated[int, Field(ge=0)]
+
+
 @dataclass(frozen=True)
 class CarriedOptions:
     """What the workers are told of a request.
@@ -151,10 +163,17 @@ class CarriedOptions:
         return vars(self) | {"token_ids": token_ids}
 
     @classmethod
-    def decode(cls, encoded: Mapping[str, Any]) -> "CarriedOptions":
-        """What `encode` made of it."""
-        token_ids = encoded["token_ids"]
-        return cls(**{**encoded, "token_ids": None if token_ids is None else np.frombuffer(token_ids, np.int32)})
+    def decode(cls, encoded: Any) -> "CarriedOptions | None":
+        """What was encoded; None if it is not that, but a client's word that nothing has checked."""
+        try:
+            read = _Encoded.model_validate(encoded)
+        except ValidationError:
+            return None
+        if read.token_ids is None:
+            return cls(**dict(read))
+        if len(read.token_ids) % np.dtype(np.int32).itemsize:
+            return None
+        return cls(**dict(read) | {"token_ids": np.frombuffer(read.token_ids, np.int32)})
 
 
 class _HandedOver:

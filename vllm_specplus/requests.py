@@ -34,8 +34,8 @@ from vllm_specplus.request_options import (
 
 logger = init_logger("vllm.specplus")
 
-# A body without any of these asks nothing, and need not be decoded to see that.
-_NAMES = tuple(f'"{name}"'.encode() for name in ("aux_info", *KEYS))
+# A body without any of these asks nothing, and need not be decoded to see that. A name may be written in escapes.
+_NAMES = (*(f'"{name}"'.encode() for name in ("aux_info", *KEYS)), rb"\u")
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 _JSON, _EVENTS = "application/json", "text/event-stream"
 # Marks a scope that a PredictedOutputs further out has taken care of.
@@ -117,15 +117,15 @@ class PredictedOutputs:
 
         body = asked.body
         body["vllm_xargs"] = {**body["vllm_xargs"], HANDED_OVER: key}
-        usage_added = asked.aux_info and _add_usage(body)
         usage_forced = getattr(getattr(state, "args", None), "enable_force_include_usage", False)
+        hide_usage = asked.aux_info and not usage_forced and _add_usage(body)
         encoded = json.dumps(body).encode()
         headers = MutableHeaders(scope=scope)
         headers["content-length"] = str(len(encoded))
         del headers["transfer-encoding"]
         report = _Report(engine_client, key, asked, arrived)
         if asked.wants_counts:
-            send = _Response(send, report, hide_usage=usage_added and not usage_forced)
+            send = _Response(send, report, hide_usage=hide_usage)
         handed_over.put(key, carried)
         try:
             await self.app(scope, _replay(encoded, receive), send)
@@ -225,6 +225,8 @@ def _add_usage(body: dict[str, Any]) -> bool:
     options = body.get("stream_options") or {}
     if not body.get("stream") or not isinstance(options, dict) or options.get("include_usage"):
         return False
+    # Without usage vLLM ignores this one.
+    options = {key: value for key, value in options.items() if key != "continuous_usage_stats"}
     body["stream_options"] = {**options, "include_usage": True}
     return True
 
@@ -266,15 +268,17 @@ class _Report:
             return
         if counts is None:
             return
-        usage = payload["usage"]
+        usage, num_steps = payload["usage"], counts["num_steps"]
+        num_tokens = usage.get("completion_tokens") or 0
         if self.asked.on_reference:
+            # What a last step gives past the end is not in the text. Each other step gives a token that is no draft.
+            most = max(0, num_tokens - num_steps + counts["num_requests"])
             usage["completion_tokens_details"] = {
                 **(usage.get("completion_tokens_details") or {}),
-                "accepted_prediction_tokens": counts["accepted"],
+                "accepted_prediction_tokens": min(counts["accepted"], most),
                 "rejected_prediction_tokens": counts["rejected"],
             }
         if self.asked.aux_info:
-            num_tokens, num_steps = usage.get("completion_tokens") or 0, counts["num_steps"]
             payload["aux_info"] = {
                 "iter_count": num_steps,
                 "output_len": num_tokens,

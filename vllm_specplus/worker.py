@@ -39,6 +39,13 @@ class SpecPlusWorkerMixin:
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._requests = runner.bind(self.model_runner)
 
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's, whose warm-up on V2 runs steps of made-up requests: they are forgotten."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if self._requests is not None and self.use_v2_model_runner:
+            self._runner_module().forget(self.model_runner)
+        return times
+
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step, having noted what its new requests ask for."""
         if self._requests is not None:

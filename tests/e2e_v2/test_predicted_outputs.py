@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.serving import Server, serve
-from tests.e2e.test_predicted_outputs import CONFIG, GREEDY, PROMPT
+from tests.e2e.test_predicted_outputs import CONFIG, GREEDY, PROMPT, check_under_load
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +36,7 @@ def test_predicted_outputs_and_counts(server: Server) -> None:
     for what, name in (("drafted", "draft"), ("accepted", "accepted")):
         counted = sum(row[what] for row in stats["totals"].values())
         assert counted == server.metric(f"vllm:spec_decode_num_{name}_tokens_total")
+
+
+def test_under_load(server: Server) -> None:
+    check_under_load(server, max_tokens=12)

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from tests.e2e.engines import PROMPTS, Engine, engine, marked, target
 from tests.e2e.references import DRAFTING, ask, asking, check_sums, config_of, stats
@@ -93,6 +96,46 @@ def test_seeded_text_is_the_text_without_speculation(proposer: str, trained: Pat
     with engine(trained, config_of(proposer, draft, verify_strategy="target_match")) as e:
         assert ask(e, FEW * 2, asking(texts), **sampled) == texts * 2
         assert check_sums(e)["reference"] > TOKENS
+
+
+def test_window_of_128(trained: Path) -> None:
+    with engine(trained, {"method": "naive", "num_speculative_tokens": 128}) as e:
+        (text,) = ask(e, FEW[:1], [{"spec_tokens": 0}], max_tokens=150)
+        assert e.counts().drafts == 0
+        assert ask(e, FEW[:1], [{"sp_advice_prompt_token_ids": text}], max_tokens=150) == [text]
+        # The prompt's step gives a token, a whole window 129, and the rest is in a second one.
+        assert (e.counts().drafts, e.counts().accepted) == (2, 128 + 20)
+
+
+@pytest.mark.parametrize("start", [engine, async_engine])
+def test_nothing_is_left_of_vllms_warm_up(
+    start: Any, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
+) -> None:
+    """On a GPU vLLM runs real steps of made-up requests before it takes any."""
+    # One of the kernels that vLLM's own parameters would warm up does not run under the interpreter.
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    warm_up = CPUWorker.compile_or_warm_up_model
+
+    def held(runner: Any) -> tuple[bool, int, bool]:
+        drafting = runner.speculator.drafting
+        drafted = any(map(any, drafting.requests.stats()["drafted"].values()))
+        return drafted, drafting._filler._matcher.num_cached_requests, drafting._feed._previous is not None
+
+    before = []
+
+    def with_steps(worker: Any) -> Any:
+        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+        before.append(held(worker.model_runner))
+        return warm_up(worker)
+
+    with (
+        patch.object(CPUWorker, "compile_or_warm_up_model", with_steps),
+        patch.object(SamplingParams, "for_sampler_warmup", staticmethod(lambda: params)),
+        start(trained, config_of("mtp_suffix", draft), max_num_seqs=2) as e,
+    ):
+        assert before == [(True, 2, start is async_engine)]
+        assert held(e.runner) == (False, 0, False)
+        assert tokens(e, FEW[:1], max_tokens=TOKENS) == base[trained][:1]
 
 
 def test_preempted_requests_go_on_with_their_reference(

@@ -10,7 +10,7 @@ import torch
 
 from tests.kernels.test_drafts import Request, continued
 from tests.runners.suffix_engine import Event
-from tests.runners.test_live_requests import new_request
+from tests.runners.test_live_requests import model_config, new_request
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.runners import live_requests, v2_requests
@@ -42,7 +42,7 @@ class Engine:
         config = SimpleNamespace(
             speculative_config=SimpleNamespace(specplus=options, num_speculative_tokens=width),
             scheduler_config=SimpleNamespace(max_num_seqs=4),
-            model_config=SimpleNamespace(max_model_len=MAX_LEN, return_sampling_mask=False),
+            model_config=model_config(MAX_LEN),
         )
         self.token_ids = torch.tensor(TEXT * MAX_LEN, dtype=torch.int32)[: 4 * MAX_LEN].reshape(4, MAX_LEN)
         self.total_len = torch.full((4,), MAX_LEN, dtype=torch.int32)
@@ -316,23 +316,23 @@ def test_a_requests_counts_go_on_over_preemption():
     engine.add("b", 2, key="two")
     engine.step({"a": TEXT[:1], "b": [5]}, {"b": GUESSED})
     engine.step({"a": [*TEXT[1:3], 30], "b": [1, 1]}, slots={"a": 4, "b": 3})  # "a": 2 of 4
-    assert engine.tracker.request_stats("one") == {"num_steps": 2, "accepted": 2, "rejected": 2}
+    assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 2}
     engine.preempt("a")
     # Nothing of it is lost while it waits, and what goes on in its place is not its own.
     engine.add("c", 1, TEXT)
     engine.step({"c": TEXT[:1], "b": [1]})
     engine.step({"c": TEXT[1:3], "b": [1]}, slots={"c": 4})
-    assert engine.tracker.request_stats("one") == {"num_steps": 2, "accepted": 2, "rejected": 2}
+    assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 2}
     engine.end("c")
     engine.add("a", 0, TEXT, output=TEXT[:3], key="one")
     engine.step({"a": []})
     engine.step({"a": TEXT[3:4]})
     engine.step({"a": TEXT[4:7]}, slots={"a": 3})  # 2 of 3
-    assert engine.tracker.request_stats("one") == {"num_steps": 4, "accepted": 4, "rejected": 3}
+    assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 4, "accepted": 4, "rejected": 3}
     engine.end("a")
     assert engine.tracker.request_stats("one") is None
     # Drafts of the history are none of a reference.
-    assert engine.tracker.request_stats("two") == {"num_steps": 4, "accepted": 0, "rejected": 0}
+    assert engine.tracker.request_stats("two") == {"num_requests": 1, "num_steps": 4, "accepted": 0, "rejected": 0}
     assert engine.tracker.request_stats("three") is None
 
 
@@ -347,7 +347,7 @@ def test_a_place_is_counted_for_the_request_that_has_it():
     engine.step({"c": TEXT[:1]}, {"c": GUESSED})
     engine.step({"c": [1, 30]}, slots={"c": 3})
     assert engine.drafted() == {"ngram": [1, 1, 1, 0], "reference": [2, 2, 0, 0]}
-    expected = {"num_steps": 2, "accepted": 1, "rejected": 1}
+    expected = {"num_requests": 1, "num_steps": 2, "accepted": 1, "rejected": 1}
     assert [engine.tracker.request_stats(name) for name in "abc"] == [expected, expected, None]
 
 
@@ -365,7 +365,7 @@ def test_requests_of_one_key_are_counted_together():
     engine.step(dict.fromkeys("ab", TEXT[:1]))
     engine.step({"a": TEXT[1:3], "b": [30]}, slots={"a": 1, "b": 2})
     engine.end("a")
-    expected = {"num_steps": 4, "accepted": 1, "rejected": 2}
+    expected = {"num_requests": 2, "num_steps": 4, "accepted": 1, "rejected": 2}
     assert engine.tracker.request_stats("one") == expected
     engine.end("b")
     assert engine.tracker.stats()["live"] == {"requests": 0, "references": 0, "kept_counts": 0}
@@ -381,7 +381,7 @@ def test_counts_wait_for_their_request_to_end_and_to_be_asked_for():
     engine.end("b")
     engine.end("a")
     assert engine.tracker.stats()["live"] == nothing | {"kept_counts": 1}
-    assert engine.tracker.request_stats("one") == {"num_steps": 0, "accepted": 0, "rejected": 0}
+    assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 0, "accepted": 0, "rejected": 0}
     assert engine.tracker.stats()["live"] == nothing
 
 
@@ -500,5 +500,5 @@ def test_any_steps_draft_and_add_up(is_async, edit):
     for what, positions in zip(("drafted", "accepted"), verified, strict=True):
         assert np.sum(list(stats[what].values()), axis=0).tolist() == positions.tolist()
     for req_id, (num_steps, accepted, rejected) in tallies.items():
-        counted = {"num_steps": num_steps, "accepted": accepted, "rejected": rejected}
+        counted = {"num_requests": 1, "num_steps": num_steps, "accepted": accepted, "rejected": rejected}
         assert engine.tracker.request_stats(req_id) == counted

@@ -24,8 +24,13 @@ def new_request(req_id: str, reference: Iterable[int] | None = None, **asked: An
     return SimpleNamespace(req_id=req_id, sampling_params=SimpleNamespace(extra_args=extra))
 
 
-def new_live(warns: bool = True, return_sampling_mask: bool = False) -> LiveRequests:
-    return LiveRequests(OPTIONS, SimpleNamespace(return_sampling_mask=return_sampling_mask), warns=warns)
+def model_config(max_model_len: int = 64, vocab_size: int = 100_000) -> SimpleNamespace:
+    """As much of vLLM's as is read."""
+    return SimpleNamespace(max_model_len=max_model_len, get_vocab_size=lambda: vocab_size)
+
+
+def new_live(warns: bool = True) -> LiveRequests:
+    return LiveRequests(OPTIONS, model_config(), warns=warns)
 
 
 def asked_by(live: LiveRequests, req_id: str) -> LiveRequest:
@@ -100,7 +105,7 @@ def test_a_request_that_comes_back_goes_on_where_it_was() -> None:
     live.begin([new_request("a", [5, 6], key="key"), new_request("b")])
     assert asked_by(live, "a") is before
     live.finish({"a"})
-    assert live.counts.collect("key") == {"num_steps": 0, "accepted": 0, "rejected": 0}
+    assert live.counts.collect("key") == {"num_requests": 1, "num_steps": 0, "accepted": 0, "rejected": 0}
     assert live.sizes() == NOTHING
 
 
@@ -138,11 +143,39 @@ def test_a_request_that_begins_anew_asks_anew() -> None:
     assert live.sizes() == NOTHING
 
 
-def test_what_nobody_has_checked_is_not_read() -> None:
-    live = new_live(return_sampling_mask=True)
-    forged = SimpleNamespace(extra_args={CARRIED: "x"})
-    live.begin([SimpleNamespace(req_id="a", sampling_params=forged), new_request("b", [5])])
-    assert live.sizes() == NOTHING
+ENCODED = CarriedOptions(np.array([5, 6], np.int32), max_drafts=3, key="key").encode()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "x",
+        1,
+        [],
+        {},
+        {"token_ids": None},
+        ENCODED | {"more": 1},
+        ENCODED | {"token_ids": [5, 6]},
+        ENCODED | {"token_ids": "abcd"},
+        ENCODED | {"token_ids": b"abc"},
+        ENCODED | {"token_ids": np.array([5, -1], np.int32).tobytes()},
+        ENCODED | {"token_ids": np.array([5, 100_000], np.int32).tobytes()},
+        ENCODED | {"token_ids": np.full(65, 5, np.int32).tobytes()},
+        ENCODED | {"max_drafts": "3"},
+        ENCODED | {"max_drafts": -1},
+        ENCODED | {"edit": 2},
+        ENCODED | {"key": ["key"]},
+        ENCODED | {"num_cut": None},
+    ],
+)
+def test_what_a_client_has_forged_is_not_read(forged: Any) -> None:
+    """Not every way to vLLM's engine passes the check of requests; none of them may bring it down."""
+    live = new_live()
+    params = SimpleNamespace(extra_args={CARRIED: forged})
+    live.begin([SimpleNamespace(req_id="a", sampling_params=params), new_request("b", [5])])
+    assert live.get("a") is None
+    assert drafts(live, "b") == [5]
+    assert live.sizes() == NOTHING | {"requests": 1, "references": 1}
 
 
 def test_limits_are_the_requests_within_the_window() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.proposers.reference import make_history
-from tests.runners.test_live_requests import new_request
+from tests.runners.test_live_requests import model_config, new_request
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.metrics import SOURCES
 from vllm_specplus.proposers.hybrid import Drafts
@@ -27,8 +27,7 @@ class Steps:
     def __init__(self, rank: int = 0, **options: Any):
         options = {"method": "ngram", "num_speculative_tokens": WIDTH} | options
         config = SimpleNamespace(specplus=SpecPlusOptions(**options))
-        model_config = SimpleNamespace(return_sampling_mask=False)
-        runner = SimpleNamespace(speculative_config=config, model_config=model_config)
+        runner = SimpleNamespace(speculative_config=config, model_config=model_config(MAX_LEN))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(v1_requests, "get_tp_group", lambda: SimpleNamespace(rank_in_group=rank))
             self.tracker = RequestTracker(runner)
@@ -183,10 +182,10 @@ def test_only_what_is_verified_counts() -> None:
     assert steps.drafted() == {"reference": [2, 2, 1, 0]}
     assert steps.accepted() == {"reference": [2, 1, 0, 0]}
     assert [steps.tracker.request_stats(name) for name in "abcd"] == [
-        {"num_steps": 2, "accepted": 2, "rejected": 0},
-        {"num_steps": 2, "accepted": 1, "rejected": 2},
-        {"num_steps": 2, "accepted": 0, "rejected": 0},
-        {"num_steps": 1, "accepted": 0, "rejected": 0},
+        {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 0},
+        {"num_requests": 1, "num_steps": 2, "accepted": 1, "rejected": 2},
+        {"num_requests": 1, "num_steps": 2, "accepted": 0, "rejected": 0},
+        {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 0},
     ]
 
 
@@ -200,7 +199,11 @@ def test_padding_is_nobodys() -> None:
     steps.begin(preempted="a")
     steps.begin(scheduled={"a": [-1, -1]})
     steps.end({"a": [1]})
-    assert steps.drafted() == {"unfilled": [2, 2, 1, 1]}
+    # A session goes on, which is a new request of the same id.
+    steps.draft({"a": [1]}, {"a": GUESSED})
+    steps.begin(steps.add("a"), scheduled={"a": [-1]})
+    steps.end({"a": [1]})
+    assert steps.drafted() == {"unfilled": [3, 2, 1, 1]}
     assert steps.accepted() == {}
 
 
@@ -214,8 +217,8 @@ def test_a_requests_counts_are_of_its_reference_alone() -> None:
     steps.begin(scheduled={name: tokens for name, (tokens, _) in drafts.items()})
     second = {"a": [1, 1, 6], "b": [1, 1, 1, 2], "c": [*TEXT[1:4], 30]}
     steps.end(second)
-    assert steps.tracker.request_stats("one") == {"num_steps": 2, "accepted": 0, "rejected": 0}
-    assert steps.tracker.request_stats("two") == {"num_steps": 2, "accepted": 0, "rejected": 0}
+    assert steps.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 2, "accepted": 0, "rejected": 0}
+    assert steps.tracker.request_stats("two") == {"num_requests": 1, "num_steps": 2, "accepted": 0, "rejected": 0}
     assert steps.tracker.request_stats("three") is None
     assert steps.accepted() == {"ngram": [2, 2, 1, 0], "reference": [1, 1, 1, 0]}
 
@@ -227,10 +230,10 @@ def test_counts_wait_for_their_request_to_end_and_to_be_asked_for() -> None:
     steps.begin(steps.add("a", TEXT, key="one"), steps.add("b", key="two"))
     steps.end({"a": [5], "b": [5]})
     assert steps.tracker.stats()["live"] == {"requests": 2, "references": 1, "kept_counts": 2}
-    assert steps.tracker.request_stats("two") == {"num_steps": 1, "accepted": 0, "rejected": 0}
+    assert steps.tracker.request_stats("two") == {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 0}
     steps.begin(ended=["a", "b", "stranger"])
     assert steps.tracker.stats()["live"] == nothing | {"kept_counts": 1}
-    assert steps.tracker.request_stats("one") == {"num_steps": 1, "accepted": 0, "rejected": 0}
+    assert steps.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 0}
     assert steps.tracker.stats()["live"] == nothing
 
 

@@ -25,8 +25,7 @@ class LiveRequest:
         encoded: what was carried here.
     """
 
-    def __init__(self, encoded: dict[str, Any], options: SpecPlusOptions):
-        carried = CarriedOptions.decode(encoded)
+    def __init__(self, encoded: Any, carried: CarriedOptions, options: SpecPlusOptions):
         self.encoded = encoded
         self.max_drafts = carried.max_drafts
         self.key = carried.key
@@ -52,8 +51,8 @@ class LiveRequests:
 
     def __init__(self, options: SpecPlusOptions, model_config: Any, *, warns: bool):
         self._options = options
-        # Where nothing has checked a request, what it says is its client's word.
-        self._is_checked = not model_config.return_sampling_mask
+        self._vocab_size = model_config.get_vocab_size()
+        self._max_model_len = model_config.max_model_len
         self._warns = warns
         self._live: dict[str, LiveRequest] = {}
         self.counts = RequestCounts()
@@ -71,8 +70,6 @@ class LiveRequests:
         Args:
             new_requests: vLLM's ``NewRequestData``.
         """
-        if not self._is_checked:
-            return
         for new in new_requests:
             encoded = (getattr(new.sampling_params, "extra_args", None) or {}).get(CARRIED)
             live = self._live.get(new.req_id)
@@ -82,8 +79,12 @@ class LiveRequests:
             if encoded is not None:
                 self._begin(new.req_id, encoded)
 
-    def _begin(self, req_id: str, encoded: dict[str, Any]) -> None:
-        live = self._live[req_id] = LiveRequest(encoded, self._options)
+    def _begin(self, req_id: str, encoded: Any) -> None:
+        carried = CarriedOptions.decode(encoded)
+        if carried is None or not self._is_possible(carried.token_ids):
+            logger.warning_once("requests are not checked where vLLM takes them, and what they ask is not done")
+            return
+        live = self._live[req_id] = LiveRequest(encoded, carried, self._options)
         if live.key is not None:
             self.counts.begin(live.key)
         if live.num_cut and self._warns:
@@ -92,6 +93,11 @@ class LiveRequests:
                 req_id,
                 live.num_cut,
             )
+
+    def _is_possible(self, token_ids: np.ndarray | None) -> bool:
+        if token_ids is None or not len(token_ids):
+            return True
+        return len(token_ids) <= self._max_model_len and token_ids.min() >= 0 and token_ids.max() < self._vocab_size
 
     def finish(self, req_ids: Iterable[str]) -> None:
         """Forget requests that have ended."""

@@ -53,11 +53,13 @@ class RequestTracker:
 
     def before_step(self, scheduler_output: Any) -> None:
         """A step begins."""
-        ended = scheduler_output.finished_req_ids
+        ended, new = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
         self.live.finish(ended)
-        for req_id in ended | (scheduler_output.preempted_req_ids or set()):
+        self.live.begin(new)
+        # A session goes on under its id without having ended.
+        begun = {request.req_id for request in new}
+        for req_id in ended | begun | (scheduler_output.preempted_req_ids or set()):
             self._made.pop(req_id, None)
-        self.live.begin(scheduler_output.scheduled_new_reqs)
         invalid = scheduler_output.num_invalid_spec_tokens or {}
         # vLLM pads the first step of a request that has one token left to compute.
         padding = (0, UNFILLED)

@@ -85,6 +85,11 @@ def bind(runner: Any) -> RequestTracker | None:
     return None if drafting is None else drafting.requests
 
 
+def forget(runner: Any) -> None:
+    """Forget all requests that have been, of a runner on which the plugin drafts and none runs."""
+    runner.speculator.drafting.forget()
+
+
 class FollowedRequestState(RequestState):
     """Tells the drafting part of every request that takes a place or leaves it."""
 
@@ -152,10 +157,17 @@ class VariableLengthHandler(DraftTokensHandler):
         )
 
 
-class _NgramFiller:
-    """The n-gram match, on the device."""
+class _StatelessFiller:
+    """Knows nothing but what is on the device."""
 
     needs_every_step = False
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
+
+
+class _NgramFiller(_StatelessFiller):
+    """The n-gram match, on the device."""
 
     def __init__(self, options: SpecPlusOptions, req_states: Any):
         self._options = options
@@ -177,10 +189,8 @@ class _NgramFiller:
         )
 
 
-class _NoFiller:
+class _NoFiller(_StatelessFiller):
     """`naive`: nothing is drafted but from references."""
-
-    needs_every_step = False
 
     def fill(
         self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor, arrival: Any
@@ -233,6 +243,12 @@ class Drafting:
             self._feed.mirror.add(index, prompt_len, token_ids)
         else:
             self._feed.mirror.leave(index)
+
+    def forget(self) -> None:
+        """Forget all requests that have been; none runs."""
+        self.requests.forget()
+        self._feed.forget()
+        self._filler.forget()
 
     def fill(
         self, input_batch: Any, model_drafts: torch.Tensor | None, num_sampled: torch.Tensor, width: int

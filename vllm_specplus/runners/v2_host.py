@@ -116,6 +116,10 @@ class TokenFeed:
             self._take_in(due)
         return due
 
+    def forget(self) -> None:
+        """Forget the tokens that are on their way; no request runs."""
+        self._previous = None
+
     @property
     def reach(self) -> int:
         """Tokens to predict, from those on the host on, so that a window of drafts is left when a step's have come."""

@@ -44,6 +44,10 @@ class RequestTracker:
     def after_step(self, output: Any) -> None:
         """Nothing: the device counts."""
 
+    def forget(self) -> None:
+        """Forget what was counted; no request runs."""
+        self._counts.zero_()
+
     def begin(self, req_id: str, index: int) -> None:
         """A request takes its place among the request states."""
         asked = self.live.get(req_id)

@@ -41,11 +41,15 @@ class SuffixFiller:
         self._options = options
         self._req_states = req_states
         self._feed = feed
-        self._matcher = SuffixMatcher(**options.suffix_matcher)
+        self.forget()
         logger.info(
             "suffix trees are on the host: each step waits for the tokens of %s",
             "the step before it" if feed.is_async else "its own",
         )
+
+    def forget(self) -> None:
+        """Begin with empty trees."""
+        self._matcher = SuffixMatcher(**self._options.suffix_matcher)
 
     def fill(
         self,
