@@ -15,7 +15,7 @@ import vllm_specplus
 from vllm_specplus import compat, engine
 from vllm_specplus.config import SpecPlusConfigError
 from vllm_specplus.testing.tiny_model import make_random
-from vllm_specplus.worker import SpecPlusWorker
+from vllm_specplus.worker import SpecPlusWorker, SpecPlusWorkerMixin
 
 HYBRID = {"method": "mtp", "num_speculative_tokens": 3, "mtp_strategy": "with_ngram"}
 STOCK = {"method": "mtp", "num_speculative_tokens": 3}
@@ -206,6 +206,33 @@ def test_the_worker_sees_to_it_that_the_runner_was_foreseen(tiny: Path, on_v2: N
     worker.use_v2_model_runner = False
     with pytest.raises(compat.SpecPlusCompatError, match=r"vLLM chose Model Runner V1.*set VLLM_USE_V2_MODEL_RUNNER=0"):
         worker._check_runner()
+
+
+@pytest.mark.parametrize(("on_v2", "drafts", "times"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_the_first_warm_up_is_forgotten(on_v2: bool, drafts: bool, times: int) -> None:
+    forgotten: list[object] = []
+
+    class VllmsWorker:
+        def compile_or_warm_up_model(self) -> str:
+            assert not forgotten or self.is_again
+            return "times"
+
+    class Worker(SpecPlusWorkerMixin, VllmsWorker):
+        is_again = False
+        use_v2_model_runner = on_v2
+        model_runner = "runner"
+        _requests = "tracker" if drafts else None
+
+        def _runner_module(self) -> SimpleNamespace:
+            return SimpleNamespace(forget=forgotten.append)
+
+    worker = Worker()
+    assert worker.compile_or_warm_up_model() == "times"
+    assert forgotten == ["runner"] * times
+    # As an engine grows, with requests of its own in the trees.
+    worker.is_again = True
+    worker.compile_or_warm_up_model()
+    assert forgotten == ["runner"] * times
 
 
 def test_a_stock_config_reaches_vllm_untouched(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,8 @@ def plain(options: RequestOptions | None) -> tuple[Any, ...] | None:
         ({"spec_tokens": 0}, (None, None, False, 0)),
         ({"spec_tokens": 7}, (None, None, False, 7)),
         ({"sp_edit": 0}, (None, None, False, None)),
+        ({"sp_advice_prompt": SECRET, "sp_edit": True}, (SECRET, None, True, None)),
+        ({"prediction": {"type": "content", "content": SECRET}, "sp_edit": False}, (SECRET, None, False, None)),
         ({"sp_advice_prompt": SECRET, "sp_edit": 1, "spec_tokens": 3}, (SECRET, None, True, 3)),
     ],
 )
@@ -96,7 +98,7 @@ WRONG = {
     ],
     "sp_advice_prompt": [3, True, [SECRET], {"text": SECRET}],
     "sp_advice_prompt_token_ids": [SECRET, 3, ["3"], [SECRET], [1.0], [True], [None], [3, -1], [2**31]],
-    "sp_edit": [2, -1, "1", "no", [], True, 1.0],
+    "sp_edit": [2, -1, "1", "no", [], 1.0],
     "spec_tokens": [-1, 1.0, "1", True, 2**31, [1], "x" * 1000],
 }
 NESTED: list[Any] = []

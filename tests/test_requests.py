@@ -484,7 +484,7 @@ def test_usage_of_a_reference() -> None:
         (None, {}, 0),
     ],
 )
-def test_no_more_is_accepted_than_is_in_the_text(num_tokens: Any, counts: dict[str, int], accepted: int) -> None:
+def test_no_more_is_accepted_than_the_text_can_hold(num_tokens: Any, counts: dict[str, int], accepted: int) -> None:
     whole = answer(usage=USAGE | {"completion_tokens": num_tokens})
     got = Server(lambda: JSONResponse(whole), Engine([COUNTS | counts])).post({"prediction": PREDICTION})
     details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": 2}

@@ -167,7 +167,7 @@ def _check_requests(model_config: Any, resolved: Resolved) -> None:
         logger.info("what requests ask of vllm-specplus is ignored with return_sampling_mask=True")
         return
     if envs.VLLM_USE_RUST_FRONTEND:
-        logger.warning("what requests ask of vllm-specplus is ignored by vLLM's Rust front end")
+        logger.info("what requests ask of vllm-specplus is ignored by vLLM's Rust front end")
     request_check.install(model_config, drafts=resolved.options.drafts_from_history)
 
 

@@ -54,7 +54,7 @@ class _Given(BaseModel):
     sp_advice_prompt_token_ids: Annotated[
         list[Annotated[int, Field(ge=0, lt=2**31)]] | None, Field(description="a list of token ids")
     ] = None
-    sp_edit: Annotated[int | None, Field(description="0 or 1", ge=0, le=1)] = None
+    sp_edit: Annotated[bool | Annotated[int, Field(ge=0, le=1)] | None, Field(description="0 or 1")] = None
     spec_tokens: Annotated[int | None, Field(description="an integer of 0 or more", ge=0, lt=2**31)] = None
 
 

@@ -6,6 +6,7 @@ of its body, and adds to its response what became of that.
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from vllm_specplus.request_options import (
 logger = init_logger("vllm.specplus")
 
 # A body without any of these asks nothing, and need not be decoded to see that. A name may be written in escapes.
-_NAMES = (*(f'"{name}"'.encode() for name in ("aux_info", *KEYS)), rb"\u")
+_NAMES = re.compile(rf'"(?:{"|".join(("aux_info", *KEYS))})"|\\u00[2-7]'.encode())
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 _JSON, _EVENTS = "application/json", "text/event-stream"
 # Marks a scope that a PredictedOutputs further out has taken care of.
@@ -203,7 +204,7 @@ def _read(received: bytes) -> _Asked | None:
     Raises:
         RequestError: a field is not allowed.
     """
-    body = _decode(received) if any(name in received for name in _NAMES) else None
+    body = _decode(received) if _NAMES.search(received) else None
     if body is None:
         return None
     xargs = body.pop("vllm_xargs", None)
@@ -271,7 +272,7 @@ class _Report:
         usage, num_steps = payload["usage"], counts["num_steps"]
         num_tokens = usage.get("completion_tokens") or 0
         if self.asked.on_reference:
-            # What a last step gives past the end is not in the text. Each other step gives a token that is no draft.
+            # The most that the text can hold: each step but a last one that was cut gave a token of the target's own.
             most = max(0, num_tokens - num_steps + counts["num_requests"])
             usage["completion_tokens_details"] = {
                 **(usage.get("completion_tokens_details") or {}),

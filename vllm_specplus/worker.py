@@ -15,6 +15,7 @@ class SpecPlusWorkerMixin:
     use_v2_model_runner: bool
     model_runner: Any
     _requests: Any = None  # the runner's RequestTracker, where the plugin drafts
+    _is_warm: bool = False
 
     def init_device(self) -> None:
         """Build the runner under the overrides, then hand it to what was put in.
@@ -40,10 +41,14 @@ class SpecPlusWorkerMixin:
         self._requests = runner.bind(self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM's, whose warm-up on V2 runs steps of made-up requests: they are forgotten."""
+        """As vLLM's, whose warm-up on V2 runs steps of made-up requests: they are forgotten.
+
+        Not those of a later warm-up, when an engine has grown or shrunk: what real requests left is worth more.
+        """
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        if self._requests is not None and self.use_v2_model_runner:
+        if self._requests is not None and self.use_v2_model_runner and not self._is_warm:
             self._runner_module().forget(self.model_runner)
+        self._is_warm = True
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:

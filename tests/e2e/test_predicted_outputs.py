@@ -159,11 +159,12 @@ def check_under_load(server: Server, max_tokens: int) -> None:
 
     async def one(open_client: openai.AsyncOpenAI, k: int) -> None:
         prompt, text = prompts[k % 8], texts[k % 8]
+        middle = len(text) // 2
         ways: list[dict[str, Any]] = [
             {},
             {"prediction": {"type": "content", "content": text}},
             {"prediction": {"type": "content", "content": MARK + texts[(k + 1) % 8]}, "aux_info": True},
-            {"vllm_xargs": {"sp_advice_prompt": text[:30] + MARK + text[40:], "sp_edit": 1}},
+            {"vllm_xargs": {"sp_advice_prompt": text[: middle - 5] + MARK + text[middle:], "sp_edit": 1}},
         ]
         body = {"ignore_eos": True, **ways[k // 8]}
         is_cancelled = k % 8 == 5

@@ -49,6 +49,9 @@ _INDEX_PUT = {_aten.index_put.default, _aten.index_put_.default, _aten._index_pu
 
 def _waits(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch reads values on the host to do this."""
+    # `tensor[i] = value` of a number copies it from the host and waits for that, as `fill_` does not.
+    if function is _aten.copy_.default:
+        return args[0].dim() == 0
     if function is _aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
     # A single value is put in by `masked_fill`.
@@ -235,6 +238,7 @@ WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "nonzero": lambda t: t.nonzero(),
     "mask": lambda t: t[t > 0],
     "put_by_mask": lambda t: t.expand(2).clone().index_put_((t.expand(2) > 0,), torch.zeros(2)),
+    "put_a_number": lambda t: t.expand(2).clone().__setitem__(0, 1.0),
     "unique": lambda t: t.unique(),
     "unique_rows": lambda t: t[None].unique(dim=0),
     "unique_consecutive": lambda t: t.unique_consecutive(),
@@ -248,6 +252,7 @@ WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 DOES_NOT_WAIT: dict[str, Callable[[torch.Tensor], Any]] = {
     "to": lambda t: t.to(torch.int32).to(t),
+    "fill": lambda t: t.expand(2).clone()[0].fill_(1.0),
     "put_one_by_mask": lambda t: t.clone().index_put_((t > 0,), torch.zeros(())),
     "repeat_interleave": lambda t: t.repeat_interleave(t.long(), output_size=1),
     "record": lambda t: torch.cuda.Event().record(),

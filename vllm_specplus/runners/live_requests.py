@@ -82,7 +82,8 @@ class LiveRequests:
     def _begin(self, req_id: str, encoded: Any) -> None:
         carried = CarriedOptions.decode(encoded)
         if carried is None or not self._is_possible(carried.token_ids):
-            logger.warning_once("requests are not checked where vLLM takes them, and what they ask is not done")
+            if self._warns:
+                logger.warning_once("a request brings options that its check has not written: they are ignored")
             return
         live = self._live[req_id] = LiveRequest(encoded, carried, self._options)
         if live.key is not None:

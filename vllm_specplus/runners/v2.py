@@ -238,7 +238,7 @@ class Drafting:
         """A request takes its place among the request states, perhaps with some of its output."""
         self.requests.begin(req_id, index)
         # vLLM pads the first step of a request that has one token left to compute.
-        self.num_drafts[index] = 0
+        self.num_drafts[index].zero_()
         if self._filler.needs_every_step or self.requests.has_reference(index):
             self._feed.mirror.add(index, prompt_len, token_ids)
         else:

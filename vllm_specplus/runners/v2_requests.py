@@ -60,7 +60,7 @@ class RequestTracker:
         asked = self._asked.pop(index, None)
         if asked is None:
             return
-        self._rest[index] = self._history_source
+        self._rest[index].fill_(self._history_source)
         if asked.key is not None:
             self.live.counts.add_later(asked.key, self._tallies[index].clone())
 

@@ -41,7 +41,7 @@ class SuffixFiller:
         self._options = options
         self._req_states = req_states
         self._feed = feed
-        self.forget()
+        self._matcher = SuffixMatcher(**options.suffix_matcher)
         logger.info(
             "suffix trees are on the host: each step waits for the tokens of %s",
             "the step before it" if feed.is_async else "its own",
