@@ -60,11 +60,12 @@ for argument in "$@"; do
   esac
 done
 if ((${#kernels[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
+  # The longest first.
   start v2 v2 "$version" tests/e2e_v2 "${options[@]}"
   start e2e v1 "$version" tests/e2e "${options[@]}"
   if [[ $version == 0.32 ]]; then
-    start unit none 0.32 tests --ignore tests/e2e --ignore tests/e2e_v2 --ignore tests/kernels "${options[@]}"
     start kernels triton 0.32 tests/kernels "${options[@]}"
+    start unit none 0.32 tests --ignore tests/e2e --ignore tests/e2e_v2 --ignore tests/kernels "${options[@]}"
     start v1-on-0.33 v1 0.33 tests/e2e -m every_version "${options[@]}"
     start v2-on-0.33 v2 0.33 tests/e2e_v2 -m every_version "${options[@]}"
   fi
