@@ -1,8 +1,10 @@
 """The torch backend returns exactly what the specification says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from vllm_specplus.verify import (
@@ -38,8 +40,27 @@ shapes = st.builds(
 ).map(Shape.consistent)
 
 
+# Logits of +inf where a rejected draft was drawn from no distribution, and where it was.
+REJECTED = Shape(
+    counts=[1, 3],
+    vocab_size=63,
+    dtype=torch.float32,
+    strategy="rejection",
+    policy="normal",
+    window=0,
+    max_candidate_len=None,
+    kinds=["normal", "infinite", "narrow"],
+    filters=set(),
+    seed=39283168,
+    with_draft_logits=True,
+    with_draft_rows=False,
+)
+
+
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes)
+@example(REJECTED)
+@example(replace(REJECTED, counts=[1, 3, 1, 1], vocab_size=320, kinds=["normal", "infinite"], seed=0))
 def test_equals_reference(shape: Shape) -> None:
     inputs = make_case(shape)
     expected = reference.verify(inputs)

@@ -168,7 +168,7 @@ def _accept_by_ratio(inputs: VerifyInputs, layout: _Layout, drafts: torch.Tensor
         nucleus, request, at = _read_nucleus(inputs, layout, rows), layout.request[rows], drafts[rows, None]
         u = acceptance_uniform(inputs.seeds[request], inputs.positions[rows])
         if inputs.draft_logits is not None:
-            u = u * _draft_probabilities(inputs, layout, rows, drafts[rows]).gather(1, at)[:, 0]
+            u = u * _draft_probabilities(inputs, layout, rows, drafts[rows])[0].gather(1, at)[:, 0]
         passes = _probabilities(nucleus).gather(1, at)[:, 0] > u
         accepted[rows] = torch.where(inputs.temperature[request] > 0, passes, nucleus.z.argmax(dim=1) == at[:, 0])
     return accepted
@@ -214,20 +214,22 @@ def _sample_residual(
     was_rejected = (rejected >= 0)[:, None]
     p = _probabilities(nucleus)
     score = (nucleus.z + noise).masked_fill_(p == 0, _NEG_INF)
-    if inputs.draft_logits is None:
-        ids = torch.arange(inputs.vocab_size, device=rows.device)
-        score.masked_fill_(ids == rejected[:, None], _NEG_INF)
-    else:
-        residual = (p - _draft_probabilities(inputs, layout, rows, rejected)).clamp_(min=0)
-        score = torch.where(was_rejected, residual.log_() + noise, score)
+    ids = torch.arange(inputs.vocab_size, device=rows.device)
+    score.masked_fill_(ids == rejected[:, None], _NEG_INF)
+    if inputs.draft_logits is not None:
+        q, was_drawn = _draft_probabilities(inputs, layout, rows, rejected)
+        score = torch.where(was_rejected & was_drawn, (p - q).clamp_(min=0).log_() + noise, score)
     best = score.max(dim=1)
     return torch.where(best.values > _NEG_INF, best.indices, nucleus.z.argmax(dim=1))
 
 
 def _draft_probabilities(
     inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor, drafts: torch.Tensor
-) -> torch.Tensor:
-    """``[n, vocab]`` float32: the distribution that each row's draft was drawn from, if there was one."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[n, vocab]`` float32: the distribution that each row's draft was drawn from, and ``[n, 1]`` bool whether it was.
+
+    A draft that was not drawn has all of it.
+    """
     assert inputs.draft_logits is not None
     draft_rows = rows if inputs.draft_rows is None else inputs.draft_rows[rows]
     z = _scale(inputs, layout, rows, inputs.draft_logits[draft_rows.clamp(min=0)])
@@ -235,7 +237,8 @@ def _draft_probabilities(
     best = z.amax(dim=1, keepdim=True)
     weight = _weigh(z, best).masked_fill_(z == _NEG_INF, 0.0)
     certain = torch.arange(z.shape[1], device=z.device) == drafts[:, None]
-    return torch.where(best > _NEG_INF, weight / weight.sum(dim=1, keepdim=True), certain.to(weight.dtype))
+    was_drawn = best > _NEG_INF
+    return torch.where(was_drawn, weight / weight.sum(dim=1, keepdim=True), certain.to(weight.dtype)), was_drawn
 
 
 def _probabilities(nucleus: _Nucleus) -> torch.Tensor:
