@@ -4,12 +4,19 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import HealthCheck, Phase, event, example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
-from tests.verify.cases import ROW_KINDS, Shape, assert_same, make_case
+from tests.verify.cases import (
+    DRAWN_AT_INFINITY,
+    ROW_KINDS,
+    UNDRAWN_AT_INFINITY,
+    Shape,
+    assert_same,
+    make_case,
+)
 from vllm_specplus.kernels import verify as kernels
 from vllm_specplus.kernels.verify import Workspace
 from vllm_specplus.verify import POLICIES, STRATEGIES, reference, verify_draft_tokens
@@ -80,6 +87,8 @@ shapes = st.builds(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(shapes)
+@example(UNDRAWN_AT_INFINITY)
+@example(DRAWN_AT_INFINITY)
 def test_equals_reference(shape: Shape) -> None:
     inputs = make_case(shape)
     expected = reference.verify(inputs)

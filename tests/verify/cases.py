@@ -72,6 +72,25 @@ class Shape:
         return replace(self, with_draft_logits=with_draft_logits, with_draft_rows=with_draft_rows)
 
 
+# Logits of +inf, and a rejected draft that was drawn from no distribution, or from one.
+UNDRAWN_AT_INFINITY = Shape(
+    counts=[1, 3],
+    vocab_size=63,
+    dtype=torch.float32,
+    strategy="rejection",
+    policy="normal",
+    window=0,
+    max_candidate_len=None,
+    kinds=["normal", "infinite", "narrow"],
+    filters=set(),
+    seed=39283168,
+    with_draft_logits=True,
+)
+DRAWN_AT_INFINITY = replace(
+    UNDRAWN_AT_INFINITY, counts=[1, 3, 1, 1], vocab_size=320, kinds=["normal", "infinite"], seed=0
+)
+
+
 def pick(values: list[float], size: int, g: torch.Generator) -> torch.Tensor:
     return torch.tensor(values)[torch.randint(len(values), (size,), generator=g)]
 

@@ -1,7 +1,5 @@
 """The torch backend returns exactly what the specification says."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import HealthCheck, event, example, given, settings
@@ -16,7 +14,14 @@ from vllm_specplus.verify import (
 )
 from vllm_specplus.verify.noise import gumbel_noise
 
-from .cases import ROW_KINDS, Shape, assert_same, make_case
+from .cases import (
+    DRAWN_AT_INFINITY,
+    ROW_KINDS,
+    UNDRAWN_AT_INFINITY,
+    Shape,
+    assert_same,
+    make_case,
+)
 
 
 def at_most_32_rows(counts: list[int]) -> list[int]:
@@ -40,27 +45,10 @@ shapes = st.builds(
 ).map(Shape.consistent)
 
 
-# Logits of +inf where a rejected draft was drawn from no distribution, and where it was.
-REJECTED = Shape(
-    counts=[1, 3],
-    vocab_size=63,
-    dtype=torch.float32,
-    strategy="rejection",
-    policy="normal",
-    window=0,
-    max_candidate_len=None,
-    kinds=["normal", "infinite", "narrow"],
-    filters=set(),
-    seed=39283168,
-    with_draft_logits=True,
-    with_draft_rows=False,
-)
-
-
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes)
-@example(REJECTED)
-@example(replace(REJECTED, counts=[1, 3, 1, 1], vocab_size=320, kinds=["normal", "infinite"], seed=0))
+@example(UNDRAWN_AT_INFINITY)
+@example(DRAWN_AT_INFINITY)
 def test_equals_reference(shape: Shape) -> None:
     inputs = make_case(shape)
     expected = reference.verify(inputs)

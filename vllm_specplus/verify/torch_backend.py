@@ -226,9 +226,10 @@ def _sample_residual(
 def _draft_probabilities(
     inputs: VerifyInputs, layout: _Layout, rows: torch.Tensor, drafts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[n, vocab]`` float32: the distribution that each row's draft was drawn from, and ``[n, 1]`` bool whether it was.
+    """The distribution that each row's draft was drawn from, and whether it was drawn: if not, all is on the draft.
 
-    A draft that was not drawn has all of it.
+    Returns:
+        ``[n, vocab]`` float32 and ``[n, 1]`` bool.
     """
     assert inputs.draft_logits is not None
     draft_rows = rows if inputs.draft_rows is None else inputs.draft_rows[rows]
