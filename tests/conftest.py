@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
@@ -13,6 +14,11 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # The models are tiny: a second thread costs more than it brings, and far more on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run. For others: `pytest --hypothesis-profile=random`.
+settings.register_profile("random", deadline=None)
+settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def attempt(config: dict[str, Any], strict: bool = False) -> Resolved | None:
         return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(CONFIGS, st.booleans())
 def test_nothing_else_is_raised_and_nothing_is_changed(config: dict[str, Any], strict: bool) -> None:
     before = copy.deepcopy(config)
@@ -58,14 +58,14 @@ def test_nothing_else_is_raised_and_nothing_is_changed(config: dict[str, Any], s
         resolved.as_json()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=20) | CONFIGS.map(repr))
 def test_any_text_parses_or_is_refused(text: str) -> None:
     with contextlib.suppress(SpecPlusConfigError):
         assert isinstance(parse_json(text), dict)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(PLAUSIBLE)
 def test_resolving_the_resolved_config_changes_nothing(config: dict[str, Any]) -> None:
     resolved = attempt(config)

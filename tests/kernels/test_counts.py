@@ -110,7 +110,7 @@ def steps(draw):
     return window, batches, draw(st.sampled_from([torch.int32, torch.int64]))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(steps())
 def test_equals_plain_python(case):
     window, batches, dtype = case

@@ -146,7 +146,7 @@ def batches(draw):
     }
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(batches())
 def test_equals_plain_python(batch):
     assert run(**batch) == [continued(request, batch["window"]) for request in batch["requests"]]

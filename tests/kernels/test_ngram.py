@@ -121,7 +121,7 @@ def batches(draw):
     }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(batches(), st.sampled_from([4, 16]), st.integers(1, 3))
 def test_equals_the_proposers(batch, block, max_splits):
     with pytest.MonkeyPatch.context() as patch:

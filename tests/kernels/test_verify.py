@@ -81,8 +81,6 @@ shapes = st.builds(
 # No shrinking: a failing case is printed whole and small, and shrinking it would take minutes.
 @settings(
     max_examples=2000,
-    deadline=None,
-    derandomize=True,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -9,7 +9,7 @@ from vllm_specplus.proposers import HybridDrafter, NgramMatcher
 MAX_LEN = 64
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_equals_the_definition(data):
     """Append and override over several steps, against the slow n-gram reference."""

@@ -46,7 +46,7 @@ def make_tables_with_one_bit_tags(matcher, slot, num_tokens, make_tables=NgramMa
     matcher._state[slot, matcher._index.POSITION_MASK] = 2**31 - 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(conversations(), st.integers(1, 12))
 def test_equals_the_slow_reference(conversation, match_len_cap):
     """Growing, pausing and reordered requests; model drafts that are never accepted as such."""

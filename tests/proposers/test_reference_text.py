@@ -146,7 +146,7 @@ def test_an_edit_of_other_tokens_is_not_made_again():
     assert make(reference).draft(output, 2).tolist() == [9, 200]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(references_and_outputs(), sizes, st.integers(0, 5))
 def test_look_up_equals_its_definition(pair, sizes, max_drafts):
     reference, output = pair
@@ -157,7 +157,7 @@ def test_look_up_equals_its_definition(pair, sizes, max_drafts):
 
 
 @BOTH
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(pair=references_and_outputs(), sizes=sizes, data=st.data())
 def test_it_goes_by_the_output_alone(edit, pair, sizes, data):
     """Whatever the steps it came in and whatever was drafted; and never a token that is nowhere."""

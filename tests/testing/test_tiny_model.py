@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -135,7 +135,6 @@ class TestTokenizer:
     # That of a text of assigned characters is the same in every version of Unicode.
     @given(text=st.text(st.characters(exclude_categories=("Cs", "Cn"))).filter(lambda text: "<|" not in text))
     @example(text="\u0340")
-    @settings(deadline=None)
     def test_text_round_trip(self, tokenizer, text: str) -> None:
         tokens = tokenizer.encode(text)
         text = unicodedata.normalize("NFC", text)
@@ -143,7 +142,6 @@ class TestTokenizer:
         assert tokenizer.decode(tokens) == text
 
     @given(data=st.binary())
-    @settings(deadline=None)
     def test_every_byte_sequence_decodes_as_utf8(self, tokenizer, data: bytes) -> None:
         assert tokenizer.decode(list(data)) == data.decode(errors="replace")
 

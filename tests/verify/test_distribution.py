@@ -228,7 +228,7 @@ def decode(table: torch.Tensor, plan: Iterable[tuple[list[int], str]], strategy:
     return text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     drafts=st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=10),
     policies=st.lists(st.sampled_from(["normal", "reject_all"]), min_size=10, max_size=10),

@@ -45,7 +45,7 @@ shapes = st.builds(
 ).map(Shape.consistent)
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes)
 @example(UNDRAWN_AT_INFINITY)
 @example(DRAWN_AT_INFINITY)
