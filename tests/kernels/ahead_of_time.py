@@ -4,6 +4,7 @@ Triton's wheel brings the assembler, so this needs no CUDA. It has to run in a p
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,14 +39,14 @@ class AheadOfTime:
         values = dict(zip(names, args, strict=False)) | constants
         assert set(values) == set(names)
         signature = dict.fromkeys(names, "constexpr")
-        # torch's memory and a vocabulary are mostly multiples of 16, which lets loads be wide.
+        # torch's memory and a vocabulary are mostly multiples of 16, which lets loads be wide. A 1 is a constant.
         attrs = {}
-        for i, (name, value) in enumerate(zip(names, args, strict=False)):
-            if value is None:
+        for i, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=False)):
+            is_tensor, is_specialized = isinstance(value, torch.Tensor), not parameter.do_not_specialize
+            if value is None or (not is_tensor and value == 1 and is_specialized):
                 continue
-            is_tensor = isinstance(value, torch.Tensor)
-            signature[name] = _POINTERS[value.dtype] if is_tensor else "i32"
-            if is_tensor or value % 16 == 0:
+            signature[parameter.name] = _POINTERS[value.dtype] if is_tensor else "i32"
+            if is_tensor or (value % 16 == 0 and is_specialized):
                 attrs[(i,)] = [["tt.divisibility", 16]]
         source = triton.compiler.ASTSource(
             fn=self.kernel,
@@ -54,7 +55,31 @@ class AheadOfTime:
             attrs=attrs,
         )
         options = {"num_warps": num_warps}
-        self.compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert not (fused := fused_with_a_neighbours_number(compiled.asm["sass"])), f"{self.kernel}: {fused}"
+        self.compiled.append(compiled)
+
+
+def fused_with_a_neighbours_number(sass: str) -> list[str]:
+    """Fused multiply-adds of a number that came straight from another thread.
+
+    In the last steps of a sum each of two threads adds the other's number to its own. Where its own is a product that
+    is fused with the addition, but the other's has been rounded, the two get different sums, and what the kernel takes
+    for one number is two.
+    """
+    neighbours: set[str] = set()
+    fused = []
+    for line in sass.splitlines():
+        # What the scheduler is told, a tab, perhaps a predicate, the instruction: its result's register comes first.
+        instruction = line.rpartition("\t")[2]
+        registers = re.findall(r"\bR\d+\b", instruction)
+        if "FFMA" in instruction and neighbours.intersection(registers[1:]):
+            fused.append(instruction)
+        if "SHFL" in instruction:
+            neighbours.add(registers[0])
+        elif registers:
+            neighbours.discard(registers[0])
+    return fused
 
 
 def run_without_interpreter(code: str, cache: Path) -> str:

@@ -269,9 +269,16 @@ def compile_ahead_of_time() -> None:
     taken = {name: AheadOfTime(getattr(kernels, name)) for name in KERNELS}
     for name, kernel in taken.items():
         setattr(kernels, name, kernel)
-    num_rows, num_reqs, vocab_size = 10, 2, 151_936
+    num_rows, num_reqs = 10, 2
 
-    def launch(strategy: str, filters: str = "", dtype: torch.dtype = torch.bfloat16, **options: object) -> None:
+    def launch(
+        strategy: str,
+        filters: str = "",
+        dtype: torch.dtype = torch.bfloat16,
+        vocab_size: int = 151_936,
+        with_draft_logits: bool = False,
+        **options: object,
+    ) -> None:
         def per_request(letter: str, dtype: torch.dtype) -> torch.Tensor | None:
             return torch.ones(num_reqs, dtype=dtype) if letter in filters else None
 
@@ -286,6 +293,7 @@ def compile_ahead_of_time() -> None:
             seeds=torch.zeros(num_reqs, dtype=torch.int64),
             positions=torch.zeros(num_rows, dtype=torch.int64),
             strategy=strategy,
+            draft_logits=torch.empty(num_rows, vocab_size, dtype=torch.bfloat16) if with_draft_logits else None,
             **{"policy": "normal", "verify_window": 0, "max_candidate_len": None, "max_rows": 5} | options,
         )
         kernels.verify(inputs)
@@ -297,15 +305,15 @@ def compile_ahead_of_time() -> None:
     launch("topp", "p", policy="accept_all", dtype=torch.float16)
     launch("rejection")
     launch("rejection", "p", policy="reject_all")
-    launch("rejection", "pk", draft_logits=torch.empty(num_rows, vocab_size, dtype=torch.bfloat16))
-    launch(
-        "rejection",
-        draft_logits=torch.empty(3, vocab_size, dtype=torch.bfloat16),
-        draft_rows=torch.zeros(num_rows, dtype=torch.int64),
-    )
+    launch("rejection", "pk", with_draft_logits=True)
+    launch("rejection", with_draft_logits=True, draft_rows=torch.zeros(num_rows, dtype=torch.int64))
+    # What blocks leave behind is summed up by one warp, and by one thread.
+    launch("rejection", "p", vocab_size=128_256, with_draft_logits=True)
+    launch("target_match", "pk", vocab_size=128_256)
+    launch("topp", "pk", vocab_size=4000, verify_window=1, max_candidate_len=1)
     print("compiled", *(len(kernel.compiled) for kernel in taken.values()))
 
 
 def test_kernels_compile_for_a_gpu(tmp_path) -> None:
     code = "from tests.kernels import test_verify; test_verify.compile_ahead_of_time()"
-    assert "compiled 9 9 6 6" in run_without_interpreter(code, tmp_path)
+    assert "compiled 12 12 8 8" in run_without_interpreter(code, tmp_path)

@@ -224,10 +224,21 @@ def _first_of(stats, i_row, ALL_BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _weighted_sum(mass, weight):
+    """The sum of mass x weight over [ALL_BLOCKS], the same to the last bit in every thread: float32.
+
+    The sum of bare products need not be. The compiler may fuse a thread's own product with the addition of its
+    neighbour's, which has been rounded; the neighbour does so with the roles exchanged. Threads that disagree about a
+    number that they branch on wait for each other for ever. No product that was chosen over 0 is fused.
+    """
+    return tl.sum(tl.where(mass > 0.0, mass * weight, 0.0), axis=0)
+
+
+@triton.jit
 def _mass_of(stats, i_row, which: tl.constexpr, M, temperature, ALL_BLOCKS: tl.constexpr):
     """The sum over a row of a mass that each block has relative to its own largest logit: float32."""
     best = _floats_of(stats, i_row, _MAX, NEG_INF, ALL_BLOCKS)
-    return tl.sum(_floats_of(stats, i_row, which, 0.0, ALL_BLOCKS) * weigh(best, M, temperature), axis=0)
+    return _weighted_sum(_floats_of(stats, i_row, which, 0.0, ALL_BLOCKS), weigh(best, M, temperature))
 
 
 @triton.jit
@@ -235,8 +246,7 @@ def _draft_mass_of(stats, i_row, temperature, ALL_BLOCKS: tl.constexpr):
     """The largest logit of the draft model's row, -inf if it has no distribution, and its mass: float32."""
     best = _floats_of(stats, i_row, _DRAFT_MAX, NEG_INF, ALL_BLOCKS)
     M = tl.max(best, axis=0)
-    mass = tl.sum(_floats_of(stats, i_row, _DRAFT_SUM, 0.0, ALL_BLOCKS) * weigh(best, M, temperature), axis=0)
-    return M, mass
+    return M, _weighted_sum(_floats_of(stats, i_row, _DRAFT_SUM, 0.0, ALL_BLOCKS), weigh(best, M, temperature))
 
 
 @triton.jit
