@@ -474,6 +474,12 @@ V2_SEAMS = (
     ),
     *_members(f"{_V2_SPEC}.rejection_sampler", "RejectionSampler", "sampler num_speculative_steps", "read"),
     Seam("vllm.config.model", "PROCESSED_LOGPROBS_MODES", "read: which logprobs are asked for"),
+    Seam(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "pad_vocab_size",
+        "called: how far rows of logits lie apart",
+        ("vocab_size",),
+    ),
 )
 
 LEDGER = CONFIG_SEAMS + REQUEST_SEAMS + ENDPOINT_SEAMS + WORKER_SEAMS + V1_SEAMS + V2_SEAMS

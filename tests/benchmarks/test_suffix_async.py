@@ -43,8 +43,11 @@ def test_every_setting_is_measured(quick):
     for model_steps, drafts, texts, mode in steps:
         assert 1000 / (drafts + 1) <= steps[model_steps, drafts, texts, mode] <= 1000
         assert steps[0, drafts, texts, "none"] == 1000
-        assert steps[0, drafts, texts, "sync"] < steps[0, drafts, texts, "async"] < 1000
+        assert max(steps[0, drafts, texts, mode] for mode in ("sync", "async")) < 1000
         assert 500 < steps[1, drafts, texts, "none"] < 680
+    for drafts in {drafts for _, drafts, _, _ in steps}:
+        # Edited text follows what was there before, and what came last matters little.
+        assert steps[0, drafts, "files", "sync"] < steps[0, drafts, "files", "async"]
     assert report["environment"]["packages"]["arctic-inference"]
 
 

@@ -105,14 +105,6 @@ def test_structured_output_under_asynchronous_scheduling(trained: Path, draft: P
             assert json.loads(result.outputs[0].text)["name"] in ("ab", "abcd")
 
 
-def test_warming_up(trained: Path, draft: Path) -> None:
-    """What is done on a GPU only runs, and leaves nothing behind."""
-    with engine(trained, speculative("mtp_ngram", draft, verify_strategy="topp")) as e:
-        before = e.runner.sampler.sampling_states.top_p.np.copy()
-        e.runner.rejection_sampler.warm_up(torch.float32, torch.device("cpu"))
-        assert (e.runner.sampler.sampling_states.top_p.np == before).all()
-
-
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
 def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
     """The numbers are those of the stock engine, whose text `target_match` has."""

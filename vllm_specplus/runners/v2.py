@@ -80,9 +80,19 @@ def bind(runner: Any) -> RequestTracker | None:
             f"the keys of vllm-specplus cannot hold: this model brings {type(sampler).__name__} to verify with"
         )
     sampler.bind(drafting)
-    if isinstance(sampler, StrategyRejectionSampler) and runner.device.type != "cpu":
-        sampler.warm_up(runner.model_config.head_dtype, runner.device)
+    if runner.device.type != "cpu":
+        warm_up(runner)
     return None if drafting is None else drafting.requests
+
+
+def warm_up(runner: Any) -> None:
+    """Compile, before a request waits for it, what may be launched and vLLM's own warm-up does not launch."""
+    drafting = getattr(runner.speculator, "drafting", None)
+    if drafting is not None:
+        drafting.warm_up()
+    if isinstance(runner.rejection_sampler, StrategyRejectionSampler):
+        draft_logits = getattr(runner.speculator, "draft_logits", None)
+        runner.rejection_sampler.warm_up(runner.model_config.head_dtype, runner.device, draft_logits)
 
 
 def forget(runner: Any) -> None:
@@ -244,6 +254,10 @@ class Drafting:
         else:
             self._feed.mirror.leave(index)
 
+    def warm_up(self) -> None:
+        """Compile what only some requests need."""
+        self.requests.warm_up(self.window[:1], self.num_drafts, self.num_model)
+
     def forget(self) -> None:
         """Forget all requests that have been; none runs."""
         self.requests.forget()
@@ -271,7 +285,8 @@ class Drafting:
             window[:, :num_steps] = model_drafts
         self.requests.count_steps(input_batch, num_sampled)
         needs_every_step = self._filler.needs_every_step
-        drafts = window[:, :width]
+        # All of it or nothing: kernels are compiled for one width, and `max_drafts` keeps to what is wanted.
+        drafts = window if width else window[:, :0]
         max_drafts = self.requests.limit(input_batch, (num_sampled[:num_reqs] > 0).to(torch.int32) * width)
         arrival = None
         if needs_every_step or self.requests.references(input_batch):

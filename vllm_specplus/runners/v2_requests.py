@@ -44,6 +44,41 @@ class RequestTracker:
     def after_step(self, output: Any) -> None:
         """Nothing: the device counts."""
 
+    def warm_up(self, drafts: torch.Tensor, num_drafts: torch.Tensor, num_model: torch.Tensor) -> None:
+        """Launch once what only requests with a reference and those with a grammar need; no request runs.
+
+        Args:
+            drafts: [1, K] int64, overwritten.
+            num_drafts, num_model: [max_num_reqs] int32 by request state.
+        """
+        none = torch.zeros(1, dtype=torch.int32, device=drafts.device)
+        idx_mapping = torch.zeros(1, dtype=torch.int64, device=drafts.device)
+        continue_predictions(
+            self._req_states.all_token_ids.gpu,
+            self._req_states.total_len.gpu,
+            idx_mapping,
+            drafts,
+            none.new_zeros(1, self._feed.reach),
+            none,
+            none,
+            none,
+            num_model_steps=0,
+            max_drafts=none,
+        )
+        drafts.zero_()
+        for invalid in (None, none.new_zeros(2, dtype=torch.bool)):
+            count_drafts(
+                self._counts,
+                self._tallies,
+                none,
+                none.new_zeros(2),
+                idx_mapping,
+                num_drafts,
+                num_model,
+                self._rest,
+                invalid,
+            )
+
     def forget(self) -> None:
         """Forget what was counted; no request runs."""
         self._counts.zero_()

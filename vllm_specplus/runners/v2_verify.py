@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -188,23 +189,33 @@ class StrategyRejectionSampler(CountingRejectionSampler):
 
     sampler: StrategySampler
 
-    def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile the kernels for logits of this dtype, with filters and without, before a request waits for it."""
+    def warm_up(self, dtype: torch.dtype, device: torch.device, draft_logits: torch.Tensor | None) -> None:
+        """Compile the kernels for logits of this dtype, with filters and without, with drafts and without.
+
+        `draft_logits`: [max_num_reqs, K, vocab], what the drafts of this engine are sampled from, or None.
+        """
         states = self.sampler.sampling_states
-        logits = torch.zeros(2, states.vocab_size, dtype=dtype, device=device)
-        idx_mapping = torch.zeros(1, dtype=torch.int64, device=device)
+        # vLLM pads vocabularies, and cuts the padding off the logits; the kernels go by how far rows lie apart.
+        padded = pad_vocab_size(states.vocab_size)
+        logits = torch.zeros(2, padded, dtype=dtype, device=device)[:, : states.vocab_size]
+        at = torch.zeros(2, dtype=torch.int64, device=device)
+        sampled_from = {}
+        if draft_logits is not None and self.sampler._options.verify_strategy == "rejection":
+            sampled_from = {"draft_logits": draft_logits.flatten(0, 1), "draft_rows": at}
         saved = states.top_p.np[0]
         for top_p in (1.0, 0.5):
             states.top_p.np[0] = top_p
-            self.sampler.verify(
-                logits,
-                torch.tensor([0, 2], dtype=torch.int32, device=device),
-                torch.zeros(2, dtype=torch.int32, device=device),
-                torch.zeros(2, dtype=torch.int64, device=device),
-                idx_mapping,
-                np.zeros(1, np.int64),
-                self.num_speculative_steps + 1,
-            )
+            for num_rows, max_rows, options in ((1, 1, {}), (2, self.num_speculative_steps + 1, sampled_from)):
+                self.sampler.verify(
+                    logits[:num_rows],
+                    torch.tensor([0, num_rows], dtype=torch.int32, device=device),
+                    torch.zeros(num_rows, dtype=torch.int32, device=device),
+                    at[:num_rows],
+                    at[:1],
+                    np.zeros(1, np.int64),
+                    max_rows,
+                    **options,
+                )
         states.top_p.np[0] = saved
 
     def _verify(

@@ -1,0 +1,117 @@
+"""What is compiled before a server takes requests: no kernel of the plugin's is left to be compiled for one."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+from tests.e2e.engines import Engine, engine
+from tests.e2e.references import ask, asking, config_of
+from tests.e2e.test_sampling import STRUCTURED
+from tests.e2e_v2.engines import FEW, async_engine, tokens
+from vllm_specplus.kernels import counts, drafts, ngram, verify
+from vllm_specplus.runners import v2
+
+KERNELS = {
+    counts: ["_count_kernel"],
+    drafts: ["_continue_kernel", "_one_hot_kernel"],
+    ngram: ["_search_kernel", "_fill_kernel"],
+    verify: ["_row_stats", "_accept", "_sample", "_emit"],
+}
+# Not what vLLM asks of its made-up requests: one of its own kernels does not run under the interpreter.
+MADE_UP = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+SAMPLED = {"temperature": 0.9, "seed": 3}
+
+
+class Noting:
+    """A kernel that notes of each launch what decides whether it has to be compiled."""
+
+    def __init__(self, kernel: Any, seen: set[Any]) -> None:
+        self._kernel = kernel
+        self._seen = seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        kernel = self._kernel
+
+        def launch(*args: Any, **constants: Any) -> Any:
+            unspecialized = kernel.kwargs.get("do_not_specialize") or ()
+            given = zip(kernel.arg_names, args, strict=False)
+            variant = [self._variant(value, name not in unspecialized) for name, value in given]
+            self._seen.add((kernel.__name__, *variant, *sorted(constants.items())))
+            return kernel[grid](*args, **constants)
+
+        return launch
+
+    @staticmethod
+    def _variant(value: Any, is_specialized: bool) -> Any:
+        """As Triton keys its cache; memory that torch has given is aligned on a GPU."""
+        if isinstance(value, torch.Tensor):
+            return value.dtype
+        return value if value is None else is_specialized and (value == 1, value % 16 == 0)
+
+
+def use(e: Engine, texts: list[list[int]]) -> None:
+    """Requests that use all that needs a kernel."""
+    schema = StructuredOutputsParams(json={"enum": ["ab", "abcd"]})
+    for sampling in ({}, SAMPLED, SAMPLED | {"top_p": 0.9}):
+        tokens(e, FEW[:3], max_tokens=4, **sampling)
+        tokens(e, FEW[:1], max_tokens=8, structured_outputs=schema, ignore_eos=False, **sampling)
+        ask(e, FEW[:2], asking(texts)[:2], max_tokens=6, **sampling)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "start", "options"),
+    [
+        ("mtp_ngram", engine, {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"}),
+        ("mtp_suffix", async_engine, {"draft_sample_method": "probabilistic"}),
+        (
+            "ngram",
+            engine,
+            {"verify_strategy": "topp", "num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 3, 2], [4, 64, 0]]},
+        ),
+    ],
+)
+def test_no_request_waits_for_a_compiler(
+    proposer: str, start: Any, options: dict[str, Any], trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(trained) as e:
+        texts = tokens(e)
+    seen: set[Any] = set()
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Noting(getattr(module, name), seen))
+    warm_up = CPUWorker.compile_or_warm_up_model
+
+    def as_on_a_gpu(worker: Any) -> Any:
+        v2.warm_up(worker.model_runner)
+        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+        return warm_up(worker)
+
+    with (
+        patch.object(CPUWorker, "compile_or_warm_up_model", as_on_a_gpu),
+        patch.object(SamplingParams, "for_sampler_warmup", staticmethod(lambda: MADE_UP)),
+        start(trained, config_of(proposer, draft, **options), **STRUCTURED) as e,
+    ):
+        compiled = set(seen)
+        use(e, texts)
+    assert {name for name, *_ in seen} == {name for name, *_ in compiled}
+    assert not seen - compiled
+
+
+def test_nothing_is_left_of_it(trained: Path, draft: Path) -> None:
+    config = config_of("mtp_ngram", draft, verify_strategy="rejection", draft_sample_method="probabilistic")
+    with engine(trained, config) as e:
+        drafting, states = e.runner.speculator.drafting, e.runner.sampler.sampling_states
+        drafting.window.fill_(7)
+        before = states.top_p.np.copy()
+        v2.warm_up(e.runner)
+        assert (states.top_p.np == before).all()
+        assert drafting.window[0].tolist() == [0] * drafting.window.shape[1]
+        assert not any(map(any, drafting.requests.stats()["drafted"].values()))
+        assert not drafting.requests._tallies.any()
