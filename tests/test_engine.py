@@ -124,6 +124,31 @@ def test_what_each_model_runner_is_shown(
 NAIVE = {"method": "naive"}
 
 
+PIPELINE = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.mark.parametrize("config", [HYBRID, NAIVE | {"num_speculative_tokens": 8}, SUFFIX])
+def test_a_pipeline_needs_asynchronous_scheduling(
+    config: dict[str, object], tiny: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def args() -> EngineArgs:
+        return EngineArgs(model=str(tiny), speculative_config=config, max_model_len=256, enforce_eager=True, **PIPELINE)
+
+    asked = args()
+    made = asked.create_engine_config()
+    assert asked.async_scheduling is None
+    worker = SpecPlusWorker.__new__(SpecPlusWorker)
+    worker.vllm_config, worker.use_v2_model_runner = made, True
+    made.scheduler_config.async_scheduling = True
+    worker._check_runner()
+    made.scheduler_config.async_scheduling = False
+    with pytest.raises(compat.SpecPlusCompatError, match="pipeline_parallel_size=2 is not allowed here"):
+        worker._check_runner()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(SpecPlusConfigError, match="pipeline_parallel_size=2 is not allowed on Model Runner V1"):
+        args().create_engine_config()
+
+
 @pytest.mark.parametrize(
     ("config", "stays_on"),
     [(HYBRID, True), (NAIVE, True), (NAIVE | {"num_speculative_tokens": 8}, False), (SUFFIX, False)],
@@ -149,6 +174,7 @@ def test_asynchronous_scheduling_on_v2(config: dict[str, object], stays_on: bool
         (HYBRID | {"verify_strategy": "topp"}, {"watermark_config": {}}, "not allowed with a watermark"),
         (HYBRID, {"watermark_config": {}}, "not allowed with a watermark"),
         (HYBRID, {"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling=True is not allowed"),
+        (HYBRID, PIPELINE | {"async_scheduling": False}, "async_scheduling=False is not allowed with pipeline_par.*=2"),
     ],
 )
 def test_what_v2_cannot_combine(
@@ -200,7 +226,9 @@ def test_several_mtp_layers_on_v2(tiny: Path, tmp_path: Path, on_v2: None, monke
 
 def test_the_worker_sees_to_it_that_the_runner_was_foreseen(tiny: Path, on_v2: None) -> None:
     worker = SpecPlusWorker.__new__(SpecPlusWorker)
-    worker.vllm_config = SimpleNamespace(speculative_config=create(tiny, {"method": "naive"}))
+    worker.vllm_config = SimpleNamespace(
+        speculative_config=create(tiny, {"method": "naive"}), parallel_config=SimpleNamespace(pipeline_parallel_size=1)
+    )
     worker.use_v2_model_runner = True
     worker._check_runner()
     worker.use_v2_model_runner = False

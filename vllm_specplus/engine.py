@@ -75,7 +75,9 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     if on_v2:
         _check_v2(resolved, model_config, parallel_config)
     config = _build(resolved, model_config, parallel_config, on_v2)
-    if resolved.options.drafts_from_history and not on_v2:
+    if resolved.options.drafts_from_history and parallel_config.pipeline_parallel_size > 1:
+        _check_pipeline(args, on_v2)
+    elif resolved.options.drafts_from_history and not on_v2:
         _refuse_async_scheduling(args)
     elif args.async_scheduling is None and resolved.options.matches_suffixes:
         _leave_async_scheduling_off(args, "suffix trees are on the host and draft more with every token there")
@@ -185,6 +187,20 @@ def _worker_cls(current: str) -> str:
             f"worker_cls={current!r} cannot be combined with vllm-specplus's own worker: leave it unset"
         )
     return worker
+
+
+def _check_pipeline(args: EngineArgs, on_v2: bool) -> None:
+    """Refuse synchronous scheduling, which schedules drafts while the token before them is still in the pipeline."""
+    if not on_v2:
+        raise SpecPlusConfigError(
+            f"pipeline_parallel_size={args.pipeline_parallel_size} is not allowed on Model Runner V1 where "
+            "vllm-specplus drafts: leave it at 1"
+        )
+    if args.async_scheduling is False:
+        raise SpecPlusConfigError(
+            f"async_scheduling=False is not allowed with pipeline_parallel_size={args.pipeline_parallel_size} where "
+            "vllm-specplus drafts: vLLM would schedule drafts before it has the token that they follow; leave it unset"
+        )
 
 
 def _refuse_async_scheduling(args: EngineArgs) -> None:

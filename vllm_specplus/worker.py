@@ -21,7 +21,7 @@ class SpecPlusWorkerMixin:
         """Build the runner under the overrides, then hand it to what was put in.
 
         Raises:
-            SpecPlusCompatError: the config was made for the other model runner.
+            SpecPlusCompatError: vLLM chose otherwise than was foreseen when the config was made.
         """
         runner, options = self._runner_module(), self.vllm_config.speculative_config.specplus
         self._check_runner()
@@ -92,6 +92,13 @@ class SpecPlusWorkerMixin:
             raise SpecPlusCompatError(
                 f"vLLM chose Model Runner {chosen} for reasons that vllm-specplus does not foresee: set "
                 f"VLLM_USE_V2_MODEL_RUNNER={value}"
+            )
+        num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
+        drafts = self.vllm_config.speculative_config.specplus.drafts_from_history
+        if drafts and num_stages > 1 and not self.vllm_config.scheduler_config.async_scheduling:
+            raise SpecPlusCompatError(
+                f"pipeline_parallel_size={num_stages} is not allowed here: vLLM has left asynchronous scheduling off, "
+                "without which its scheduler does not go together with drafts and a pipeline"
             )
 
 
