@@ -34,9 +34,12 @@ def on_v2(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.HAS_TRITON", True)
 
 
+def engine_args(model: Path, config: dict[str, object], **more: object) -> EngineArgs:
+    return EngineArgs(model=str(model), speculative_config=config, max_model_len=256, enforce_eager=True, **more)
+
+
 def create(model: Path, config: dict[str, object]) -> object:
-    args = EngineArgs(model=str(model), speculative_config=config, max_model_len=256, enforce_eager=True)
-    return args.create_engine_config().speculative_config
+    return engine_args(model, config).create_engine_config().speculative_config
 
 
 def test_register_twice_patches_once() -> None:
@@ -122,8 +125,6 @@ def test_what_each_model_runner_is_shown(
 
 
 NAIVE = {"method": "naive"}
-
-
 PIPELINE = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
@@ -131,12 +132,9 @@ PIPELINE = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 def test_a_pipeline_needs_asynchronous_scheduling(
     config: dict[str, object], tiny: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def args() -> EngineArgs:
-        return EngineArgs(model=str(tiny), speculative_config=config, max_model_len=256, enforce_eager=True, **PIPELINE)
-
-    asked = args()
-    made = asked.create_engine_config()
-    assert asked.async_scheduling is None
+    args = engine_args(tiny, config, **PIPELINE)
+    made = args.create_engine_config()
+    assert args.async_scheduling is None
     worker = SpecPlusWorker.__new__(SpecPlusWorker)
     worker.vllm_config, worker.use_v2_model_runner = made, True
     made.scheduler_config.async_scheduling = True
@@ -146,7 +144,7 @@ def test_a_pipeline_needs_asynchronous_scheduling(
         worker._check_runner()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(SpecPlusConfigError, match="pipeline_parallel_size=2 is not allowed on Model Runner V1"):
-        args().create_engine_config()
+        args.create_engine_config()
 
 
 @pytest.mark.parametrize(
@@ -155,13 +153,7 @@ def test_a_pipeline_needs_asynchronous_scheduling(
 )
 def test_asynchronous_scheduling_on_v2(config: dict[str, object], stays_on: bool, tiny: Path, on_v2: None) -> None:
     for asked in (None, True, False):
-        args = EngineArgs(
-            model=str(tiny),
-            speculative_config=dict(config),
-            async_scheduling=asked,
-            max_model_len=256,
-            enforce_eager=True,
-        )
+        args = engine_args(tiny, dict(config), async_scheduling=asked)
         args.create_engine_config()
         assert args.async_scheduling is (False if asked is None and not stays_on else asked)
 
@@ -180,7 +172,7 @@ def test_asynchronous_scheduling_on_v2(config: dict[str, object], stays_on: bool
 def test_what_v2_cannot_combine(
     config: dict[str, object], changes: dict[str, object], words: str, tiny: Path, on_v2: None
 ) -> None:
-    args = EngineArgs(model=str(tiny), speculative_config=config, max_model_len=256, enforce_eager=True, **changes)
+    args = engine_args(tiny, config, **changes)
     with pytest.raises(SpecPlusConfigError, match=words):
         args.create_engine_config()
 
@@ -203,8 +195,7 @@ def test_requests_that_are_not_checked(
     log: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
-    args = EngineArgs(model=str(tiny), speculative_config=HYBRID, max_model_len=256, enforce_eager=True, **changes)
-    args.create_engine_config()
+    engine_args(tiny, HYBRID, **changes).create_engine_config()
     said = [line for line in log.messages if "what requests ask of vllm-specplus is ignored" in line]
     assert len(said) == (words is not None)
     assert all(words in line for line in said)
@@ -279,7 +270,7 @@ def test_a_stock_config_reaches_vllm_untouched(tiny: Path, monkeypatch: pytest.M
 
 
 def test_engine_args_used_again_are_as_before(tiny: Path) -> None:
-    args = EngineArgs(model=str(tiny), speculative_config=dict(HYBRID), max_model_len=256, enforce_eager=True)
+    args = engine_args(tiny, dict(HYBRID))
     args.create_engine_config()
     args.speculative_config = None
     args.create_engine_config()
@@ -288,13 +279,7 @@ def test_engine_args_used_again_are_as_before(tiny: Path) -> None:
 
 def test_another_systems_keys_and_a_flag(tiny: Path) -> None:
     """What is left for vLLM is passed on once, as its own keys."""
-    args = EngineArgs(
-        model=str(tiny),
-        speculative_config={"speculate_method": "mtp"},
-        spec_tokens=2,
-        max_model_len=256,
-        enforce_eager=True,
-    )
+    args = engine_args(tiny, {"speculate_method": "mtp"}, spec_tokens=2)
     made = args.create_engine_config().speculative_config
     assert type(made) is SpeculativeConfig
     assert (made.method, made.num_speculative_tokens) == ("mtp", 2)

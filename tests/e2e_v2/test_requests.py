@@ -2,16 +2,14 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from vllm import SamplingParams
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from tests.e2e.engines import PROMPTS, Engine, engine, marked, target
 from tests.e2e.references import DRAFTING, ask, asking, check_sums, config_of, stats
 from tests.e2e_v2.engines import FEW, async_engine, tokens
+from tests.e2e_v2.warm_up import warmed_up
 
 TOKENS = 24
 
@@ -112,9 +110,6 @@ def test_nothing_is_left_of_vllms_warm_up(
     start: Any, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
 ) -> None:
     """On a GPU vLLM runs real steps of made-up requests before it takes any."""
-    # One of the kernels that vLLM's own parameters would warm up does not run under the interpreter.
-    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
-    warm_up = CPUWorker.compile_or_warm_up_model
 
     def held(runner: Any) -> tuple[bool, int, bool]:
         drafting = runner.speculator.drafting
@@ -122,15 +117,8 @@ def test_nothing_is_left_of_vllms_warm_up(
         return drafted, drafting._filler._matcher.num_cached_requests, drafting._feed._previous is not None
 
     before = []
-
-    def with_steps(worker: Any) -> Any:
-        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
-        before.append(held(worker.model_runner))
-        return warm_up(worker)
-
     with (
-        patch.object(CPUWorker, "compile_or_warm_up_model", with_steps),
-        patch.object(SamplingParams, "for_sampler_warmup", staticmethod(lambda: params)),
+        warmed_up(lambda runner: before.append(held(runner))),
         start(trained, config_of("mtp_suffix", draft), max_num_seqs=2) as e,
     ):
         assert before == [(True, 2, start is async_engine)]

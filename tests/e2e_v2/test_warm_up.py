@@ -2,19 +2,16 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from tests.e2e.engines import Engine, engine
 from tests.e2e.references import ask, asking, config_of
 from tests.e2e.test_sampling import STRUCTURED
 from tests.e2e_v2.engines import FEW, async_engine, tokens
+from tests.e2e_v2.warm_up import warmed_up
 from vllm_specplus.kernels import counts, drafts, ngram, verify
 from vllm_specplus.runners import v2
 
@@ -24,8 +21,6 @@ KERNELS = {
     ngram: ["_search_kernel", "_fill_kernel"],
     verify: ["_row_stats", "_accept", "_sample", "_emit"],
 }
-# Not what vLLM asks of its made-up requests: one of its own kernels does not run under the interpreter.
-MADE_UP = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 SAMPLED = {"temperature": 0.9, "seed": 3}
 
 
@@ -86,18 +81,7 @@ def test_no_request_waits_for_a_compiler(
     for module, names in KERNELS.items():
         for name in names:
             monkeypatch.setattr(module, name, Noting(getattr(module, name), seen))
-    warm_up = CPUWorker.compile_or_warm_up_model
-
-    def as_on_a_gpu(worker: Any) -> Any:
-        v2.warm_up(worker.model_runner)
-        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
-        return warm_up(worker)
-
-    with (
-        patch.object(CPUWorker, "compile_or_warm_up_model", as_on_a_gpu),
-        patch.object(SamplingParams, "for_sampler_warmup", staticmethod(lambda: MADE_UP)),
-        start(trained, config_of(proposer, draft, **options), **STRUCTURED) as e,
-    ):
+    with warmed_up(), start(trained, config_of(proposer, draft, **options), **STRUCTURED) as e:
         compiled = set(seen)
         use(e, texts)
     assert {name for name, *_ in seen} == {name for name, *_ in compiled}

@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
-from tests.verify.cases import (
-    DRAWN_AT_INFINITY,
-    ROW_KINDS,
-    UNDRAWN_AT_INFINITY,
-    Shape,
-    assert_same,
-    make_case,
-)
+from tests.verify.cases import DRAWN_AT_INFINITY, ROW_KINDS, UNDRAWN_AT_INFINITY, Shape, assert_same, make_case
 from vllm_specplus.kernels import verify as kernels
 from vllm_specplus.kernels.verify import Workspace
 from vllm_specplus.verify import POLICIES, STRATEGIES, reference, verify_draft_tokens

@@ -14,14 +14,7 @@ from vllm_specplus.verify import (
 )
 from vllm_specplus.verify.noise import gumbel_noise
 
-from .cases import (
-    DRAWN_AT_INFINITY,
-    ROW_KINDS,
-    UNDRAWN_AT_INFINITY,
-    Shape,
-    assert_same,
-    make_case,
-)
+from .cases import DRAWN_AT_INFINITY, ROW_KINDS, UNDRAWN_AT_INFINITY, Shape, assert_same, make_case
 
 
 def at_most_32_rows(counts: list[int]) -> list[int]:

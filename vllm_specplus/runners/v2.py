@@ -91,8 +91,7 @@ def warm_up(runner: Any) -> None:
     if drafting is not None:
         drafting.warm_up()
     if isinstance(runner.rejection_sampler, StrategyRejectionSampler):
-        draft_logits = getattr(runner.speculator, "draft_logits", None)
-        runner.rejection_sampler.warm_up(runner.model_config.head_dtype, runner.device, draft_logits)
+        runner.rejection_sampler.warm_up(runner.model_config.head_dtype, runner.device, runner.speculator.draft_logits)
 
 
 def forget(runner: Any) -> None:

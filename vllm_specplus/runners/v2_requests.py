@@ -66,18 +66,17 @@ class RequestTracker:
             max_drafts=none,
         )
         drafts.zero_()
-        for invalid in (None, none.new_zeros(2, dtype=torch.bool)):
-            count_drafts(
-                self._counts,
-                self._tallies,
-                none,
-                none.new_zeros(2),
-                idx_mapping,
-                num_drafts,
-                num_model,
-                self._rest,
-                invalid,
-            )
+        count_drafts(
+            self._counts,
+            self._tallies,
+            none,
+            none.new_zeros(2),
+            idx_mapping,
+            num_drafts,
+            num_model,
+            self._rest,
+            none.new_zeros(2, dtype=torch.bool),
+        )
 
     def forget(self) -> None:
         """Forget what was counted; no request runs."""
