@@ -21,19 +21,20 @@ code=0
 
 bash ci/lint.sh || code=1
 
-# Runs pytest in a process of its own: run NAME RUNNER VLLM ARGUMENTS. RUNNER is the model runner or what else the tests
-# need: v1; v2, whose kernels run under Triton's interpreter with a stand-in backend; triton, the interpreter alone; none.
+# Runs pytest in a process of its own: run NAME KIND VLLM ARGUMENTS. KIND is what the tests need: v1 or v2, a model
+# runner (V2's kernels run under Triton's interpreter with a stand-in backend); interpreter, that alone; none.
 # The interpreter has to be chosen before Triton is imported, and vLLM's CPU worker cannot start where numba has been.
 run() {
-  local name=$1 runner=$2 vllm=$3 path=() result=0
+  local name=$1 kind=$2 vllm=$3 path=() select=() result=0
   shift 3
   [[ $vllm == 0.33 ]] && path+=("$SPECPLUS_OTHER_VLLM")
-  case $runner in
+  case $kind in
     v1) export VLLM_USE_V2_MODEL_RUNNER=0 ;;
     v2) export VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 && path+=("$PWD/tests/triton_cpu") ;;
-    triton) export TRITON_INTERPRET=1 ;;
+    interpreter) export TRITON_INTERPRET=1 && select=(-m interpreter --ignore tests/e2e) ;;
+    none) select=(-m "not interpreter" --ignore tests/e2e) ;;
   esac
-  PYTHONPATH=$(IFS=: && echo "${path[*]}") pytest --junitxml "$reports/$name.xml" "$@" || result=$?
+  PYTHONPATH=$(IFS=: && echo "${path[*]}") pytest --junitxml "$reports/$name.xml" "${select[@]}" "$@" || result=$?
   # 5: the arguments selected nothing, as `-k` may do to one of several runs.
   ((result == 0 || result == 5))
 }
@@ -51,28 +52,32 @@ start() {
   ) &
 }
 
-options=() kernels=() v2=() others=()
+options=() v1=() v2=() others=()
 for argument in "$@"; do
   case "$argument" in
-    tests/kernels*) kernels+=("$argument") ;;
-    tests/e2e_v2*) v2+=("$argument") ;;
+    tests/e2e/v1*) v1+=("$argument") ;;
+    tests/e2e/v2*) v2+=("$argument") ;;
+    tests/e2e | tests/e2e/) v1+=(tests/e2e/v1) v2+=(tests/e2e/v2) ;;
     *) if [[ -e ${argument%%::*} ]]; then others+=("$argument"); else options+=("$argument"); fi ;;
   esac
 done
-if ((${#kernels[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
+if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
   # The longest first.
-  start v2 v2 "$version" tests/e2e_v2 "${options[@]}"
-  start e2e v1 "$version" tests/e2e "${options[@]}"
+  start v2 v2 "$version" tests/e2e/v2 "${options[@]}"
+  start v1 v1 "$version" tests/e2e/v1 "${options[@]}"
   if [[ $version == 0.32 ]]; then
-    start kernels triton 0.32 tests/kernels "${options[@]}"
-    start unit none 0.32 tests --ignore tests/e2e --ignore tests/e2e_v2 --ignore tests/kernels "${options[@]}"
-    start v1-on-0.33 v1 0.33 tests/e2e -m every_version "${options[@]}"
-    start v2-on-0.33 v2 0.33 tests/e2e_v2 -m every_version "${options[@]}"
+    start interpreter interpreter 0.32 tests "${options[@]}"
+    start none none 0.32 tests "${options[@]}"
+    start v1-on-0.33 v1 0.33 tests/e2e/v1 -m every_version "${options[@]}"
+    start v2-on-0.33 v2 0.33 tests/e2e/v2 -m every_version "${options[@]}"
   fi
 else
-  ((${#others[@]} == 0)) || start chosen v1 "$version" "${others[@]}" "${options[@]}"
-  ((${#kernels[@]} == 0)) || start kernels triton 0.32 "${kernels[@]}" "${options[@]}"
   ((${#v2[@]} == 0)) || start v2 v2 "$version" "${v2[@]}" "${options[@]}"
+  ((${#v1[@]} == 0)) || start v1 v1 "$version" "${v1[@]}" "${options[@]}"
+  if ((${#others[@]} > 0)); then
+    start interpreter interpreter 0.32 "${others[@]}" "${options[@]}"
+    start none none 0.32 "${others[@]}" "${options[@]}"
+  fi
 fi
 while (($(jobs -p | wc -l) > 0)); do wait -n || code=1; done
 

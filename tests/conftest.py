@@ -20,6 +20,22 @@ settings.register_profile("random", deadline=None)
 settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
 settings.load_profile("repeatable")
 
+_HAS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+if _HAS_INTERPRETER:
+    from tests.triton_cpu.interpreted_cpu.patches import patch_language_once
+
+    patch_language_once()
+
+
+@pytest.hookimpl(trylast=True)  # after the tests that -m and -k leave out have gone
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse tests of kernels where Triton has been imported without its interpreter."""
+    if not _HAS_INTERPRETER and any(item.get_closest_marker("interpreter") for item in items):
+        raise pytest.UsageError(
+            "tests marked `interpreter` need TRITON_INTERPRET=1 in the environment: run `bash ci/test.sh PATH`, or "
+            'leave them out by -m "not interpreter"'
+        )
+
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:

@@ -81,7 +81,7 @@ def test_entry_points(wheel: Path, tmp_path: Path) -> None:
     found = importlib.metadata.Distribution.at(tmp_path / info_folder()).entry_points
     assert {(entry.group, entry.name, entry.value) for entry in found} == {
         ("vllm.general_plugins", "specplus", "vllm_specplus:register"),
-        ("vllm.endpoint_plugins", "specplus", "vllm_specplus.endpoints:SpecPlusEndpoints"),
+        ("vllm.endpoint_plugins", "specplus", "vllm_specplus.requests.endpoints:SpecPlusEndpoints"),
         ("console_scripts", "vllm-specplus", "vllm_specplus.cli:main"),
     }
 

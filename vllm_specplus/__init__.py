@@ -17,7 +17,7 @@ def register() -> None:
     on as if the plugin were not installed.
     """
     try:
-        from vllm_specplus.engine import install
+        from vllm_specplus.engine.patch import install
 
         install()
     except Exception:

@@ -108,13 +108,13 @@ def test_a_lost_module_is_named(copied_vllm: Path) -> None:
 
 def test_check_raises_one_error_that_names_the_seam(copied_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     doctor(copied_vllm, "v1/worker/gpu_model_runner.py", "create_custom_proposer", "make_proposer")
-    monkeypatch.setattr(compat, "vllm_root", lambda: copied_vllm)
+    monkeypatch.setattr(compat.check, "vllm_root", lambda: copied_vllm)
     with pytest.raises(compat.SpecPlusCompatError, match="create_custom_proposer is gone"):
         compat.check_vllm.__wrapped__()
 
 
 def test_an_untested_version_whose_seams_hold_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat.importlib.metadata, "version", lambda name: "0.99.1")
+    monkeypatch.setattr(compat.check.importlib.metadata, "version", lambda name: "0.99.1")
     warning = compat.check_vllm.__wrapped__()
     assert warning is not None
     assert "0.99.1 is untested" in warning

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.config_helpers import MTP, options, pretend_arctic, refused
-from vllm_specplus.aliases import ALIASES, METHOD_ALIASES, PADDLE_QUANTIZATIONS
+from tests.config.helpers import MTP, options, pretend_arctic, refused
 from vllm_specplus.config import SpecPlusConfigError, SpecPlusOptions, resolve
-from vllm_specplus.stock_keys import stock_keys
+from vllm_specplus.config.aliases import ALIASES, METHOD_ALIASES, PADDLE_QUANTIZATIONS
+from vllm_specplus.config.stock_keys import stock_keys
 
-EXAMPLES = json.loads((Path(__file__).parent / "data" / "migration_examples.json").read_text())
+EXAMPLES = json.loads((Path(__file__).parent / "migration_examples.json").read_text())
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.config_helpers import HYBRID, MTP, NGRAM, UNLIMITED, options, pretend_arctic, refused
+from tests.config.helpers import HYBRID, MTP, NGRAM, UNLIMITED, options, pretend_arctic, refused
 from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
 
 

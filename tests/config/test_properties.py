@@ -7,10 +7,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_specplus.aliases import ALIASES
 from vllm_specplus.config import Resolved, SpecPlusConfigError, parse_json, resolve
-from vllm_specplus.config_keys import PLUGIN_NAMES
-from vllm_specplus.stock_keys import stock_keys
+from vllm_specplus.config.aliases import ALIASES
+from vllm_specplus.config.keys import PLUGIN_NAMES
+from vllm_specplus.config.stock_keys import stock_keys
 
 KEYS = st.sampled_from([*PLUGIN_NAMES, *ALIASES, *stock_keys().keys, "num-model-steps"])
 WORDS = st.sampled_from(["mtp", "ngram", "suffix", "naive", "deepseek_mtp", "with_ngram", "topp", "normal", "wint4"])

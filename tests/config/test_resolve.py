@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.config_helpers import HYBRID, MTP, NGRAM, UNLIMITED, options, pretend_arctic
+from tests.config.helpers import HYBRID, MTP, NGRAM, UNLIMITED, options, pretend_arctic
 from vllm_specplus.config import SpecPlusOptions, resolve
-from vllm_specplus.stock_keys import stock_keys
+from vllm_specplus.config.stock_keys import stock_keys
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import pytest
 
 from vllm_specplus.config import SpecPlusConfigError
-from vllm_specplus.stock_keys import CONFIG_FILE, QUANTIZATION_FILE, read_stock_keys, stock_keys
+from vllm_specplus.config.stock_keys import CONFIG_FILE, QUANTIZATION_FILE, read_stock_keys, stock_keys
 
 CONFIG = '''
 MTPModelTypes = Literal["a_mtp", "mtp"]

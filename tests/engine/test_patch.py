@@ -12,10 +12,11 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
 import vllm_specplus
-from vllm_specplus import compat, engine
+from vllm_specplus import compat
 from vllm_specplus.config import SpecPlusConfigError
+from vllm_specplus.engine import patch as engine
+from vllm_specplus.engine.worker import SpecPlusWorker, SpecPlusWorkerMixin
 from vllm_specplus.testing.tiny_model import make_random
-from vllm_specplus.worker import SpecPlusWorker, SpecPlusWorkerMixin
 
 HYBRID = {"method": "mtp", "num_speculative_tokens": 3, "mtp_strategy": "with_ngram"}
 STOCK = {"method": "mtp", "num_speculative_tokens": 3}
@@ -87,7 +88,7 @@ def test_register_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 def test_a_lost_seam_stops_plugin_configs_only(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = compat.Seam("vllm.v1.worker.gpu_model_runner", "NoSuchProposer", "replaced")
-    monkeypatch.setattr(compat, "LEDGER", (*compat.LEDGER, gone))
+    monkeypatch.setattr(compat.check, "LEDGER", (*compat.LEDGER, gone))
     monkeypatch.setattr(engine, "check_vllm", compat.check_vllm.__wrapped__)
     with pytest.raises(compat.SpecPlusCompatError, match="NoSuchProposer is gone"):
         create(tiny, dict(HYBRID))

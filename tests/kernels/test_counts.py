@@ -12,7 +12,10 @@ from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
 from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import counts as kernels
 from vllm_specplus.kernels.counts import count_drafts
-from vllm_specplus.metrics import MODEL, NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, count_step
+from vllm_specplus.runners.request_counts import count_step
+from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED
+
+pytestmark = pytest.mark.interpreter
 
 MAX_NUM_REQS = 6
 

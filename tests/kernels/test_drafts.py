@@ -12,6 +12,8 @@ from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import drafts as kernels
 from vllm_specplus.kernels.drafts import continue_predictions, write_one_hot_rows
 
+pytestmark = pytest.mark.interpreter
+
 SENTINEL = -99
 MAX_LEN = 40
 VALUES = [0, 1, 2**31 - 1]

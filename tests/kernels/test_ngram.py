@@ -13,6 +13,8 @@ from vllm_specplus.kernels import ngram
 from vllm_specplus.kernels.ngram import fill_drafts, scratch_shape
 from vllm_specplus.proposers import HybridDrafter, NgramMatcher
 
+pytestmark = pytest.mark.interpreter
+
 SENTINEL = -99
 MAX_LEN = 48
 

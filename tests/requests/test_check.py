@@ -14,9 +14,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
-from vllm_specplus import request_check
-from vllm_specplus.request_check import RequestCheck, install, left_out
-from vllm_specplus.request_options import (
+from vllm_specplus.requests import check as request_check
+from vllm_specplus.requests.check import RequestCheck, install, left_out
+from vllm_specplus.requests.options import (
     CARRIED,
     HANDED_OVER,
     CarriedOptions,

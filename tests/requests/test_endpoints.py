@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from tests.test_requests import Check
-from vllm_specplus.endpoints import SpecPlusEndpoints, metric_families, totals
-from vllm_specplus.requests import PredictedOutputs
+from tests.requests.test_middleware import Check
+from vllm_specplus.requests.endpoints import SpecPlusEndpoints, metric_families, totals
+from vllm_specplus.requests.middleware import PredictedOutputs
 
 STATS = {
     "drafted": {"model": [10, 8], "ngram": [0, 4], "unfilled": [0, 0], "reference": []},
@@ -58,7 +58,9 @@ def samples(text: str) -> Iterator[tuple[str, str, dict[str, str], float]]:
 
 def test_vllm_takes_the_plugin() -> None:
     """It loads by the name that pyproject.toml gives, and is of the form that vLLM wants."""
-    loaded = EntryPoint("specplus", "vllm_specplus.endpoints:SpecPlusEndpoints", "vllm.endpoint_plugins").load()
+    loaded = EntryPoint(
+        "specplus", "vllm_specplus.requests.endpoints:SpecPlusEndpoints", "vllm.endpoint_plugins"
+    ).load()
     plugin = loaded()
     assert plugin.name == "specplus"
     assert plugin.required_tasks == ("generate",)

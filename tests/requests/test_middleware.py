@@ -22,10 +22,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from vllm_specplus import requests
-from vllm_specplus.request_check import RequestCheck
-from vllm_specplus.request_options import HANDED_OVER, CarriedOptions, handed_over
-from vllm_specplus.requests import PredictedOutputs
+from vllm_specplus.requests import middleware as requests
+from vllm_specplus.requests.check import RequestCheck
+from vllm_specplus.requests.middleware import PredictedOutputs
+from vllm_specplus.requests.options import HANDED_OVER, CarriedOptions, handed_over
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SECRET = "def secret(): return 42"

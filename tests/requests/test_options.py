@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_specplus.request_options import (
+from vllm_specplus.requests.options import (
     HANDED_OVER,
     KEYS,
     CarriedOptions,

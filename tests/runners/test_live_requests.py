@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.request_options import CARRIED, CarriedOptions
+from vllm_specplus.requests.options import CARRIED, CarriedOptions
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests, limits
 
 OPTIONS = SpecPlusOptions(method="ngram", num_speculative_tokens=4, min_ngram_size=3, max_ngram_size=7)

@@ -4,18 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplus import metrics
-from vllm_specplus.metrics import (
-    MODEL,
-    NGRAM,
-    REFERENCE,
-    SOURCES,
-    SUFFIX,
-    UNFILLED,
-    RequestCounts,
-    by_source,
-    count_step,
-)
+from vllm_specplus.runners import request_counts as metrics
+from vllm_specplus.runners.request_counts import RequestCounts, count_step
+from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, by_source
 
 NOTHING = {"num_requests": 1, "num_steps": 0, "accepted": 0, "rejected": 0}
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplus.kernels.noise import acceptance_uniform, gumbel_noise
+from vllm_specplus.kernels.verify.noise import acceptance_uniform, gumbel_noise
 
 
 def load_gumbel() -> types.ModuleType:

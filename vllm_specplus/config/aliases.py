@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from vllm_specplus.config_errors import choices, nearest, refusal, show, stated
+from vllm_specplus.config.errors import choices, nearest, refusal, show, stated
 
 FASTDEPLOY, PADDLENLP, RTP_LLM = "FastDeploy", "PaddleNLP", "RTP-LLM"
 

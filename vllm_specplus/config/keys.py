@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_specplus.aliases import ALIASES, PADDLE_QUANTIZATIONS, SYNONYMS, Normalised
-from vllm_specplus.config_errors import (
+from vllm_specplus.config.aliases import ALIASES, PADDLE_QUANTIZATIONS, SYNONYMS, Normalised
+from vllm_specplus.config.errors import (
     SpecPlusConfigError,
     choices,
     combine,
@@ -20,7 +20,7 @@ from vllm_specplus.config_errors import (
     show,
     stated,
 )
-from vllm_specplus.stock_keys import StockKeys
+from vllm_specplus.config.stock_keys import StockKeys
 
 # vLLM's V1 rejection sampler is compiled for at most this many drafts (MAX_SPEC_LEN).
 MAX_DRAFT_TOKENS = 128

@@ -4,8 +4,8 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vllm_specplus.config_errors import choices, error, refusal, stated
-from vllm_specplus.config_keys import (
+from vllm_specplus.config.errors import choices, error, refusal, stated
+from vllm_specplus.config.keys import (
     HYBRID_METHODS,
     MAX_DRAFT_TOKENS,
     NAIVE,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from vllm_specplus.config_errors import SpecPlusConfigError, schema_refusal
+from vllm_specplus.config.errors import SpecPlusConfigError, schema_refusal
 
 CONFIG_FILE = "config/speculative.py"
 QUANTIZATION_FILE = "model_executor/layers/quantization/__init__.py"

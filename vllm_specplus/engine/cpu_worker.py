@@ -2,7 +2,7 @@
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specplus.worker import SpecPlusWorkerMixin
+from vllm_specplus.engine.worker import SpecPlusWorkerMixin
 
 
 class SpecPlusCPUWorker(SpecPlusWorkerMixin, CPUWorker):

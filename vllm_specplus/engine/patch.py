@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_specplus.compat import SpecPlusCompatError, check_vllm
 from vllm_specplus.config import Resolved, SpecPlusConfigError, resolve
-from vllm_specplus.config_keys import NAIVE
+from vllm_specplus.config.keys import NAIVE
 
 # A name below "vllm", so that vLLM's own logging setup prints it.
 logger = init_logger("vllm.specplus")
@@ -23,8 +23,8 @@ _ASYNC_TURNED_OFF = "specplus_turned_async_scheduling_off"
 _ENGINE_KEYS = ("target_model_config", "target_parallel_config")
 _FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 _WORKERS = {
-    "cpu": "vllm_specplus.cpu_worker.SpecPlusCPUWorker",
-    "cuda": "vllm_specplus.worker.SpecPlusWorker",
+    "cpu": "vllm_specplus.engine.cpu_worker.SpecPlusCPUWorker",
+    "cuda": "vllm_specplus.engine.worker.SpecPlusWorker",
 }
 
 
@@ -105,7 +105,7 @@ def _given_config(args: EngineArgs) -> dict[str, Any] | None:
 
 
 def _build(resolved: Resolved, model_config: Any, parallel_config: Any, on_v2: bool) -> Any:
-    from vllm_specplus.engine_config import SpecPlusSpeculativeConfig
+    from vllm_specplus.engine.speculative_config import SpecPlusSpeculativeConfig
 
     return SpecPlusSpeculativeConfig.create(resolved, model_config, parallel_config, on_v2)
 
@@ -162,7 +162,7 @@ def _check_v2(resolved: Resolved, model_config: Any, parallel_config: Any) -> No
 def _check_requests(model_config: Any, resolved: Resolved) -> None:
     from vllm import envs
 
-    from vllm_specplus import request_check
+    from vllm_specplus.requests import check as request_check
 
     assert resolved.options is not None
     if model_config.return_sampling_mask:

@@ -7,11 +7,11 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_specplus.config import HISTORY_METHODS, Resolved, SpecPlusConfigError, SpecPlusOptions
-from vllm_specplus.config_keys import HYBRID_METHODS
+from vllm_specplus.config.keys import HYBRID_METHODS
 
 # Methods that need no draft model run as one that the model runner knows: on V1 vLLM's custom class, with what builds
 # the drafter; on V2 its n-gram match on the device, which asynchronous scheduling goes with.
-_V1_CARRIER = {"method": "custom_class", "model": "vllm_specplus.runners.v1.HistoryDrafter"}
+_V1_CARRIER = {"method": "custom_class", "model": "vllm_specplus.runners.v1.drafter.HistoryDrafter"}
 _V2_CARRIER = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
 # No slot is ever scheduled.
 _NO_DRAFTS = {"num_speculative_tokens_per_batch_size": [(1, 1, 0)]}

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplus.compat import SpecPlusCompatError
-from vllm_specplus.request_check import left_out
+from vllm_specplus.requests.check import left_out
 
 
 class SpecPlusWorkerMixin:
@@ -79,10 +79,10 @@ class SpecPlusWorkerMixin:
     def _runner_module(self) -> Any:
         # Each imports vLLM's runner of that kind.
         if self.use_v2_model_runner:
-            from vllm_specplus.runners import v2
+            from vllm_specplus.runners.v2 import speculator as v2
 
             return v2
-        from vllm_specplus.runners import v1
+        from vllm_specplus.runners.v1 import drafter as v1
 
         return v1
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplus.metrics import MODEL, REFERENCE, SOURCES, UNFILLED
+from vllm_specplus.sources import MODEL, REFERENCE, SOURCES, UNFILLED
 
 
 def count_drafts(

@@ -17,7 +17,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
-from vllm_specplus.request_options import (
+from vllm_specplus.requests.options import (
     CARRIED,
     HANDED_OVER,
     CarriedOptions,

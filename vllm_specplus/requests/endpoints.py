@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.datastructures import State
 from starlette.responses import JSONResponse
 
-from vllm_specplus.requests import PredictedOutputs, ask_workers, error_response, has_drafter
+from vllm_specplus.requests.middleware import PredictedOutputs, ask_workers, error_response, has_drafter
 
 Stats = Mapping[str, Mapping[str, Any]]
 """What ``specplus_stats`` of a worker answers: ``drafted`` and ``accepted`` are tokens by source, each a list by

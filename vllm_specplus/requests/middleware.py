@@ -22,8 +22,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
-from vllm_specplus.request_check import RequestCheck, check_of
-from vllm_specplus.request_options import (
+from vllm_specplus.requests.check import RequestCheck, check_of
+from vllm_specplus.requests.options import (
     HANDED_OVER,
     KEYS,
     CarriedOptions,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_specplus.config_errors import show
+from vllm_specplus.config.errors import show
 
 CARRIED = "specplus"
 """The entry of ``extra_args`` that the workers read; whatever a request has there is replaced."""

@@ -7,9 +7,9 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.metrics import RequestCounts
 from vllm_specplus.proposers.reference_text import ReferenceText
-from vllm_specplus.request_options import CARRIED, CarriedOptions
+from vllm_specplus.requests.options import CARRIED, CarriedOptions
+from vllm_specplus.runners.request_counts import RequestCounts
 
 logger = init_logger("vllm.specplus")
 

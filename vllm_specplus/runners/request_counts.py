@@ -6,23 +6,9 @@ from typing import Any
 
 import numpy as np
 
-SOURCES = ("model", "ngram", "suffix", "reference", "unfilled")
-"""Where a draft comes from. ``unfilled``: a slot that vLLM scheduled and that nothing filled."""
-MODEL, NGRAM, SUFFIX, REFERENCE, UNFILLED = range(len(SOURCES))
+from vllm_specplus.sources import MODEL
 
 _MAX_KEPT = 1024
-
-
-def by_source(counts: np.ndarray) -> dict[str, dict[str, list[int]]]:
-    """``{"drafted": {source: [tokens by position]}, "accepted": ...}``.
-
-    Args:
-        counts: [2, len(SOURCES), K] int, drafted and accepted tokens.
-    """
-    return {
-        what: dict(zip(SOURCES, rows, strict=True))
-        for what, rows in zip(("drafted", "accepted"), counts.tolist(), strict=True)
-    }
 
 
 def count_step(

@@ -12,8 +12,8 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.e2e.engines import engine, speculative
-from vllm_specplus.cpu_worker import SpecPlusCPUWorker
-from vllm_specplus.engine_config import SpecPlusSpeculativeConfig
+from vllm_specplus.engine.cpu_worker import SpecPlusCPUWorker
+from vllm_specplus.engine.speculative_config import SpecPlusSpeculativeConfig
 
 
 def parts(e: Any) -> dict[str, type]:

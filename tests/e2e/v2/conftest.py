@@ -5,14 +5,10 @@ import os
 import pytest
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from tests.e2e.conftest import draft, tiny, trained
-
-__all__ = ["draft", "tiny", "trained"]
-
 if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
     raise pytest.UsageError(
-        "tests/e2e_v2 needs TRITON_INTERPRET=1, VLLM_USE_V2_MODEL_RUNNER=1 and tests/triton_cpu on PYTHONPATH, "
-        "in a pytest process of its own: bash ci/test.sh tests/e2e_v2"
+        "tests/e2e/v2 needs TRITON_INTERPRET=1, VLLM_USE_V2_MODEL_RUNNER=1 and tests/triton_cpu on PYTHONPATH, "
+        "in a pytest process of its own: bash ci/test.sh tests/e2e/v2"
     )
 
 # The interpreter cannot run vLLM's kernel of top-k and top-p; vLLM has another form of it in torch.

@@ -17,7 +17,7 @@ from tests.e2e.engines import PROMPTS, Engine, engine
 # A step takes a tenth of a second and more under the interpreter, so texts are short and few.
 FEW = PROMPTS[:4]
 MAX_TOKENS = 20
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 
 
 def tokens(e: Engine, prompts: list[list[int]] = FEW, **sampling: Any) -> list[list[int]]:
@@ -34,7 +34,7 @@ def v1_tokens(model: Path, config: dict[str, Any] | None) -> list[list[int]]:
     del env["TRITON_INTERPRET"]
     folders = [f for f in env["PYTHONPATH"].split(os.pathsep) if not f.endswith("triton_cpu")]
     env["PYTHONPATH"] = os.pathsep.join(folders)
-    command = [sys.executable, "-m", "tests.e2e_v2.engines", json.dumps([str(model), config])]
+    command = [sys.executable, "-m", "tests.e2e.v2.engines", json.dumps([str(model), config])]
     done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

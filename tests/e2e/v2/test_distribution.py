@@ -13,11 +13,13 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from tests.e2e.engines import engine
-from tests.e2e_v2.engines import FEW, tokens
+from tests.e2e.v2.engines import FEW, tokens
 from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, VOCAB, chi_squared, likeliest
 from vllm_specplus.kernels.drafts import write_one_hot_rows
-from vllm_specplus.runners import v2
+from vllm_specplus.runners.v2 import speculator as v2
 from vllm_specplus.verify import verify_draft_tokens
+
+pytestmark = pytest.mark.interpreter
 
 NUM_REQS = 900
 REQUESTS = torch.arange(NUM_REQS)

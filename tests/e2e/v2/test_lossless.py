@@ -7,8 +7,10 @@ import pytest
 
 from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative, target
 from tests.e2e.references import DRAFTING, check_padding, check_sums, stats
-from tests.e2e.test_lossless import check_sources
-from tests.e2e_v2.engines import FEW, async_engine, tokens, v1_tokens
+from tests.e2e.v1.test_lossless import check_sources
+from tests.e2e.v2.engines import FEW, async_engine, tokens, v1_tokens
+
+pytestmark = pytest.mark.interpreter
 
 # Longer than a chunk of the prefill, and than the blocks that a prefix cache drops for MTP's sake.
 PROMPT_SETS = {"few": FEW, "long": [PROMPTS[0] * 3, PROMPTS[1], list(range(30, 150))]}

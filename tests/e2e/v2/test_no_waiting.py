@@ -24,12 +24,16 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from tests.e2e.engines import engine, speculative
 from tests.e2e.references import ask, config_of, stats
-from tests.e2e_v2.engines import FEW, async_engine, tokens
-from tests.runners.suffix_engine import Engine, Event
-from vllm_specplus.runners import v2, v2_requests, v2_verify
-from vllm_specplus.runners.v2_host import TokenFeed
-from vllm_specplus.runners.v2_suffix import SuffixFiller
+from tests.e2e.v2.engines import FEW, async_engine, tokens
+from tests.runners.v2.suffix_engine import Engine, Event
+from vllm_specplus.runners.v2 import requests as v2_requests
+from vllm_specplus.runners.v2 import samplers as v2_verify
+from vllm_specplus.runners.v2 import speculator as v2
+from vllm_specplus.runners.v2.host_tokens import TokenFeed
+from vllm_specplus.runners.v2.suffix import SuffixFiller
 from vllm_specplus.verify import checks
+
+pytestmark = pytest.mark.interpreter
 
 _READS = ("item", "tolist", "numpy", "cpu")
 _aten = torch.ops.aten

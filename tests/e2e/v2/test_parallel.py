@@ -8,7 +8,9 @@ import pytest
 
 from tests.e2e.engines import engine
 from tests.e2e.references import ask, asking, config_of
-from tests.e2e_v2.engines import FEW, async_engine, tokens
+from tests.e2e.v2.engines import FEW, async_engine, tokens
+
+pytestmark = pytest.mark.interpreter
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.serving import Server, serve
-from tests.e2e.test_predicted_outputs import CONFIG, GREEDY, PROMPT, check_under_load
+from tests.e2e.v1.test_predicted_outputs import CONFIG, GREEDY, PROMPT, check_under_load
+
+pytestmark = pytest.mark.interpreter
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,10 @@ from vllm import SamplingParams
 
 from tests.e2e.engines import PROMPTS, Engine, engine, marked, target
 from tests.e2e.references import DRAFTING, ask, asking, check_sums, config_of, stats
-from tests.e2e_v2.engines import FEW, async_engine, tokens
-from tests.e2e_v2.warm_up import warmed_up
+from tests.e2e.v2.engines import FEW, async_engine, tokens
+from tests.e2e.v2.warm_up import warmed_up
+
+pytestmark = pytest.mark.interpreter
 
 TOKENS = 24
 

@@ -14,8 +14,10 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.e2e.engines import engine, speculative
-from vllm_specplus.cpu_worker import SpecPlusCPUWorker
-from vllm_specplus.engine_config import SpecPlusSpeculativeConfig
+from vllm_specplus.engine.cpu_worker import SpecPlusCPUWorker
+from vllm_specplus.engine.speculative_config import SpecPlusSpeculativeConfig
+
+pytestmark = pytest.mark.interpreter
 
 STOCK = {
     "config": SpeculativeConfig,

@@ -12,10 +12,12 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from tests.e2e.engines import PROPOSERS, Engine, engine, marked, speculative
-from tests.e2e.test_sampling import RULES as V1_RULES
-from tests.e2e.test_sampling import SAMPLED, STRATEGIES, STRUCTURED
-from tests.e2e_v2.engines import FEW, async_engine, tokens
-from vllm_specplus.runners.v2_verify import StrategyRejectionSampler
+from tests.e2e.v1.test_sampling import RULES as V1_RULES
+from tests.e2e.v1.test_sampling import SAMPLED, STRATEGIES, STRUCTURED
+from tests.e2e.v2.engines import FEW, async_engine, tokens
+from vllm_specplus.runners.v2.samplers import StrategyRejectionSampler
+
+pytestmark = pytest.mark.interpreter
 
 TWO = FEW[:2]
 SCHEMA = {

@@ -9,11 +9,14 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.e2e.engines import Engine, engine
 from tests.e2e.references import ask, asking, config_of
-from tests.e2e.test_sampling import STRUCTURED
-from tests.e2e_v2.engines import FEW, async_engine, tokens
-from tests.e2e_v2.warm_up import warmed_up
-from vllm_specplus.kernels import counts, drafts, ngram, verify
-from vllm_specplus.runners import v2
+from tests.e2e.v1.test_sampling import STRUCTURED
+from tests.e2e.v2.engines import FEW, async_engine, tokens
+from tests.e2e.v2.warm_up import warmed_up
+from vllm_specplus.kernels import counts, drafts, ngram
+from vllm_specplus.kernels.verify import launch as verify
+from vllm_specplus.runners.v2 import speculator as v2
+
+pytestmark = pytest.mark.interpreter
 
 KERNELS = {
     counts: ["_count_kernel"],

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
-from vllm_specplus.runners import v2
+from vllm_specplus.runners.v2 import speculator as v2
 
 
 @contextmanager

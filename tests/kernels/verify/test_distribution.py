@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 
 from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, chi_squared, likeliest
-from vllm_specplus.kernels import verify as kernels
-from vllm_specplus.kernels.nucleus import POS_INF, score_tokens
+from vllm_specplus.kernels.verify import launch as kernels
+from vllm_specplus.kernels.verify.nucleus import POS_INF, score_tokens
 from vllm_specplus.verify import verify_draft_tokens
+
+pytestmark = pytest.mark.interpreter
 
 NUM_SEEDS = 400
 P = (LOGITS[0].double() / TEMPERATURE).softmax(dim=0)

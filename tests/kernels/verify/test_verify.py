@@ -10,12 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
 from tests.verify.cases import DRAWN_AT_INFINITY, ROW_KINDS, UNDRAWN_AT_INFINITY, Shape, assert_same, make_case
-from vllm_specplus.kernels import verify as kernels
-from vllm_specplus.kernels.verify import Workspace
+from vllm_specplus.kernels.verify import launch as kernels
+from vllm_specplus.kernels.verify.launch import Workspace
 from vllm_specplus.verify import POLICIES, STRATEGIES, reference, verify_draft_tokens
 from vllm_specplus.verify.checks import make_inputs
 from vllm_specplus.verify.noise import gumbel_noise
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
+
+pytestmark = pytest.mark.interpreter
 
 KERNELS = ("_row_stats", "_accept", "_sample", "_emit")
 
@@ -308,5 +310,5 @@ def compile_ahead_of_time() -> None:
 
 
 def test_kernels_compile_for_a_gpu(tmp_path) -> None:
-    code = "from tests.kernels import test_verify; test_verify.compile_ahead_of_time()"
+    code = "from tests.kernels.verify import test_verify; test_verify.compile_ahead_of_time()"
     assert "compiled 12 12 8 8" in run_without_interpreter(code, tmp_path)

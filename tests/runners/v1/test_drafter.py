@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from vllm_specplus.proposers.hybrid import Drafts
-from vllm_specplus.runners.v1 import with_one_hot_rows
+from vllm_specplus.runners.v1.drafter import with_one_hot_rows
 
 
 def test_one_hot_rows_follow_the_models_own() -> None:

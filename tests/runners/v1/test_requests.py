@@ -10,10 +10,11 @@ import pytest
 from tests.proposers.reference import make_history
 from tests.runners.test_live_requests import model_config, new_request
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.metrics import SOURCES
 from vllm_specplus.proposers.hybrid import Drafts
-from vllm_specplus.runners import live_requests, v1_requests
-from vllm_specplus.runners.v1_requests import RequestTracker
+from vllm_specplus.runners import live_requests
+from vllm_specplus.runners.v1 import requests as v1_requests
+from vllm_specplus.runners.v1.requests import RequestTracker
+from vllm_specplus.sources import SOURCES
 
 MAX_LEN = 64
 WIDTH = 4

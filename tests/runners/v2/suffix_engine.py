@@ -7,8 +7,8 @@ import torch
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import SuffixMatcher
-from vllm_specplus.runners.v2_host import TokenFeed
-from vllm_specplus.runners.v2_suffix import SuffixFiller
+from vllm_specplus.runners.v2.host_tokens import TokenFeed
+from vllm_specplus.runners.v2.suffix import SuffixFiller
 
 MAX_LEN = 96
 SENTINEL = -99

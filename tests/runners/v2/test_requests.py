@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from tests.kernels.test_drafts import Request, continued
-from tests.runners.suffix_engine import Event
 from tests.runners.test_live_requests import model_config, new_request
+from tests.runners.v2.suffix_engine import Event
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers.reference_text import ReferenceText
-from vllm_specplus.runners import live_requests, v2_requests
-from vllm_specplus.runners.v2_host import TokenFeed
-from vllm_specplus.runners.v2_requests import RequestTracker
+from vllm_specplus.runners import live_requests
+from vllm_specplus.runners.v2 import requests as v2_requests
+from vllm_specplus.runners.v2.host_tokens import TokenFeed
+from vllm_specplus.runners.v2.requests import RequestTracker
+
+pytestmark = pytest.mark.interpreter
 
 MAX_LEN = 64
 WIDTH = 4

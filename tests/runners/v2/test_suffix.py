@@ -7,8 +7,8 @@ from tests.proposers.reference import make_history
 from vllm_specplus.proposers import HybridDrafter
 
 pytest.importorskip("arctic_inference")
-from tests.runners.suffix_engine import MAX_LEN, Engine, Event
-from vllm_specplus.runners.v2_host import HostTokens
+from tests.runners.v2.suffix_engine import MAX_LEN, Engine, Event
+from vllm_specplus.runners.v2.host_tokens import HostTokens
 
 PERIOD = [3, 8, 5, 9, 4, 7, 6]
 

@@ -7,7 +7,9 @@ from tests.kernels.test_drafts import Request, continued
 from tests.proposers.reference import make_history
 
 pytest.importorskip("arctic_inference")
-from tests.runners.suffix_engine import MAX_LEN, Engine, Event
+from tests.runners.v2.suffix_engine import MAX_LEN, Engine, Event
+
+pytestmark = pytest.mark.interpreter
 
 PERIOD = [3, 8, 5, 9, 4, 7, 6]
 

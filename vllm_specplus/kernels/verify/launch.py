@@ -24,8 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplus.kernels.noise import acceptance_uniform, gumbel_noise
-from vllm_specplus.kernels.nucleus import (
+from vllm_specplus.kernels.verify.noise import acceptance_uniform, gumbel_noise
+from vllm_specplus.kernels.verify.nucleus import (
     GROUP_SIZE,
     LARGEST,
     NEG_INF,

@@ -18,7 +18,7 @@ tuples on:
 import triton
 import triton.language as tl
 
-from vllm_specplus.kernels.noise import gumbel_noise
+from vllm_specplus.kernels.verify.noise import gumbel_noise
 
 GROUP_SIZE = tl.constexpr(64)
 LARGEST = tl.constexpr(3.4028234663852886e38)

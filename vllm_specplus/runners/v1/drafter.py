@@ -19,8 +19,8 @@ from vllm_specplus.proposers.history import History, Matcher
 from vllm_specplus.proposers.hybrid import Drafts, HybridDrafter
 from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.suffix import SuffixMatcher
-from vllm_specplus.runners.v1_requests import RequestTracker
-from vllm_specplus.runners.v1_verify import StrategyRejectionSampler, StrategySampler
+from vllm_specplus.runners.v1.requests import RequestTracker
+from vllm_specplus.runners.v1.samplers import StrategyRejectionSampler, StrategySampler
 
 _MODEL_PROPOSERS = (
     "EagleProposer",

@@ -7,10 +7,11 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.metrics import NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, by_source, count_step
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.hybrid import Drafts
 from vllm_specplus.runners.live_requests import LiveRequests, limits
+from vllm_specplus.runners.request_counts import count_step
+from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, by_source
 
 
 class RequestTracker:

@@ -13,9 +13,9 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels.counts import count_drafts
 from vllm_specplus.kernels.drafts import continue_predictions
-from vllm_specplus.metrics import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests, limits
-from vllm_specplus.runners.v2_host import TokenFeed
+from vllm_specplus.runners.v2.host_tokens import TokenFeed
+from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source
 
 
 class RequestTracker:

@@ -28,10 +28,10 @@ from vllm_specplus import compat
 from vllm_specplus.config import HISTORY_METHODS, SpecPlusOptions
 from vllm_specplus.kernels.drafts import write_one_hot_rows
 from vllm_specplus.kernels.ngram import fill_drafts
-from vllm_specplus.runners.v2_host import TokenFeed
-from vllm_specplus.runners.v2_requests import RequestTracker
-from vllm_specplus.runners.v2_suffix import SuffixFiller
-from vllm_specplus.runners.v2_verify import CountingRejectionSampler, StrategyRejectionSampler, StrategySampler
+from vllm_specplus.runners.v2.host_tokens import TokenFeed
+from vllm_specplus.runners.v2.requests import RequestTracker
+from vllm_specplus.runners.v2.samplers import CountingRejectionSampler, StrategyRejectionSampler, StrategySampler
+from vllm_specplus.runners.v2.suffix import SuffixFiller
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 MODEL_SPECULATORS = {

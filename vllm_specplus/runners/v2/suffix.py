@@ -17,7 +17,7 @@ from vllm_specplus.kernels.drafts import continue_predictions
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.hybrid import HybridDrafter
 from vllm_specplus.proposers.suffix import SuffixMatcher
-from vllm_specplus.runners.v2_host import Arrival, TokenFeed
+from vllm_specplus.runners.v2.host_tokens import Arrival, TokenFeed
 
 logger = init_logger("vllm.specplus")
 

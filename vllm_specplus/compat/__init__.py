@@ -1,0 +1,15 @@
+"""What the plugin touches in vLLM, and whether the installed vLLM has it."""
+
+from vllm_specplus.compat.check import SpecPlusCompatError, check_vllm, missing_seams, override, vllm_root
+from vllm_specplus.compat.ledger import LEDGER, TESTED_VERSIONS, Seam
+
+__all__ = [
+    "LEDGER",
+    "TESTED_VERSIONS",
+    "Seam",
+    "SpecPlusCompatError",
+    "check_vllm",
+    "missing_seams",
+    "override",
+    "vllm_root",
+]

@@ -1,0 +1,467 @@
+"""The ledger: every name of vLLM that the plugin touches, and what for."""
+
+from dataclasses import dataclass
+
+TESTED_VERSIONS = ("0.32", "0.33")
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One name of vLLM that the plugin overrides, subclasses, calls or reads.
+
+    Attributes:
+        module: vLLM's module, as imported.
+        name: a name of that module, or ``Class.member`` for a method or an annotated field of a class.
+        why: what the plugin does with it.
+        parameters: parameters of the function that the plugin passes or takes over by name.
+        is_exact: these are all its parameters, in this order; of a method that is replaced by one with just these.
+    """
+
+    module: str
+    name: str
+    why: str
+    parameters: tuple[str, ...] = ()
+    is_exact: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+_V1 = "vllm.v1.worker.gpu_model_runner"
+_BASE = "vllm.v1.spec_decode.llm_base_proposer"
+_REJECTION = "vllm.v1.sample.rejection_sampler"
+_SAMPLER = "vllm.v1.sample.sampler"
+_V2 = "vllm.v1.worker.gpu.model_runner"
+_V2_SPEC = "vllm.v1.worker.gpu.spec_decode"
+_V2_STATES = "vllm.v1.worker.gpu.states"
+_V2_SAMPLE = "vllm.v1.worker.gpu.sample"
+_V2_SAMPLING_PARAMETERS = (
+    "logits",
+    "expanded_idx_mapping",
+    "idx_mapping",
+    "idx_mapping_np",
+    "pos",
+    "input_ids",
+    "expanded_local_pos",
+    "seq_lens_upper_bound_np",
+)
+_ENDPOINTS = "vllm.plugins.endpoint_plugins.interface"
+
+
+def _members(module: str, owner: str, names: str, why: str) -> tuple[Seam, ...]:
+    return tuple(Seam(module, f"{owner}.{name}", why) for name in names.split())
+
+
+CONFIG_SEAMS = (
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_speculative_config",
+        "the one permanent patch: builds the plugin's SpeculativeConfig and names its worker",
+        ("target_model_config", "target_parallel_config"),
+        is_exact=True,
+    ),
+    *_members(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "speculative_config spec_method spec_model spec_tokens",
+        "read: what the user gave; set where another system's keys are translated",
+    ),
+    *_members(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "distributed_executor_backend pipeline_parallel_size enable_dbo",
+        "read: which model runner vLLM chooses",
+    ),
+    Seam("vllm.engine.arg_utils", "EngineArgs.watermark_config", "read: what the plugin's parts would leave out"),
+    Seam("vllm.config.model", "ModelConfig.use_fp64_gumbel", "read: noise that the plugin's verification lacks"),
+    Seam("vllm.config.model", "ModelConfig.head_dtype", "read: what the verification's kernels are compiled for"),
+    Seam("vllm.distributed.parallel_state", "get_pp_group", "called: which stage drafts"),
+    Seam("vllm.engine.arg_utils", "EngineArgs.async_scheduling", "turned off for host-side drafting"),
+    Seam("vllm.config.speculative", "SpeculativeConfig", "subclassed"),
+    Seam("vllm.config.utils", "config", "makes the subclass a config of vLLM's"),
+    *(
+        Seam("vllm.config.speculative", name, "read from the source: what vLLM itself knows")
+        for name in ("SpeculativeMethod", "MTPModelTypes")
+    ),
+    Seam("vllm.config.speculative", "SpeculativeConfig.__post_init__", "extended: model steps"),
+    *_members(
+        "vllm.config.speculative",
+        "SpeculativeConfig",
+        "num_speculative_tokens method model parallel_drafting target_model_config target_parallel_config "
+        "use_multi_module_mtp",
+        "read and set",
+    ),
+    *_members(
+        "vllm.config.speculative",
+        "SpeculativeConfig",
+        "prompt_lookup_min prompt_lookup_max num_speculative_tokens_per_batch_size",
+        "set: what V2 takes a method without a model for",
+    ),
+    *_members("vllm.config.scheduler", "SchedulerConfig", "max_num_seqs async_scheduling", "read"),
+    Seam("vllm.config.parallel", "ParallelConfig.worker_cls", "set to the plugin's worker"),
+    Seam("vllm.config.parallel", "ParallelConfig.enable_batch_sharded_sampling", "read: what V2 cannot combine"),
+    Seam("vllm.envs", "VLLM_USE_V2_MODEL_RUNNER", "read: which model runner vLLM chooses"),
+    Seam("vllm.triton_utils", "HAS_TRITON", "read: which model runner vLLM chooses"),
+    Seam("vllm.platforms", "current_platform", "read: which worker to extend"),
+    Seam("vllm.platforms.interface", "Platform.device_type", "read: which worker to extend"),
+    Seam("vllm.logger", "init_logger", "called: log lines in vLLM's own form"),
+)
+
+REQUEST_SEAMS = (
+    Seam("vllm.config.model", "ModelConfig.logits_processors", "extended by the class that checks requests"),
+    *_members(
+        "vllm.config.model",
+        "ModelConfig",
+        "get_vocab_size max_model_len return_sampling_mask skip_tokenizer_init tokenizer tokenizer_mode "
+        "tokenizer_revision runner_type trust_remote_code",
+        "read: what references are checked against and tokenised with",
+    ),
+    *(
+        Seam(module, "LogitsProcessor.validate_params", "the class that checks requests", ("sampling_params",))
+        for module in ("vllm.v1.sample.logits_processor.interface", f"{_V2_SAMPLE}.logits_processor.interface")
+    ),
+    Seam("vllm.v1.sample.logits_processor", "LogitsProcessor", "subclassed by the class that checks requests"),
+    Seam(f"{_V2_SAMPLE}.logits_processor", "LogitsProcessor", "subclassed by the class that checks requests"),
+    Seam(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.validate_logits_processors_params",
+        "calls the class that checks requests",
+    ),
+    Seam("vllm.sampling_params", "SamplingParams.extra_args", "read and set: what a request asks for"),
+    Seam("vllm.exceptions", "VLLMValidationError", "raised where a request is refused"),
+    Seam("vllm.envs", "VLLM_USE_RUST_FRONTEND", "read: whether requests pass the check"),
+    Seam("vllm.tokenizers", "get_tokenizer", "called: the tokenizer of references"),
+    Seam("vllm.tokenizers.protocol", "TokenizerLike.max_chars_per_token", "read: how much of a reference is needed"),
+    Seam(
+        "vllm.tokenizers.protocol",
+        "TokenizerLike.encode",
+        "called: tokens of references",
+        ("text", "add_special_tokens"),
+    ),
+    *_members(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        "scheduled_new_reqs finished_req_ids preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens",
+        "read: which requests begin and end, and what is verified",
+    ),
+    *_members("vllm.v1.core.sched.output", "NewRequestData", "req_id sampling_params", "read: what a request asks for"),
+    *_members("vllm.v1.outputs", "ModelRunnerOutput", "req_ids sampled_token_ids", "read: what was accepted"),
+    Seam("vllm.distributed.parallel_state", "get_tp_group", "called: one worker of several logs"),
+)
+
+ENDPOINT_SEAMS = (
+    Seam("vllm.engine.protocol", "EngineClient.collective_rpc", "called: the workers' counts", ("method", "args")),
+    Seam("vllm.engine.protocol", "EngineClient.vllm_config", "read: whether the plugin drafts"),
+    *_members(_ENDPOINTS, "EndpointPlugin", "name required_tasks", "given by the plugin's routes"),
+    Seam(_ENDPOINTS, "EndpointPlugin.attach_router", "the plugin's routes", ("app",), is_exact=True),
+    Seam(
+        _ENDPOINTS,
+        "EndpointPlugin.init_state",
+        "the engine that the plugin's routes ask",
+        ("engine_client", "state", "args"),
+        is_exact=True,
+    ),
+)
+
+WORKER_SEAMS = (
+    Seam("vllm.v1.worker.gpu_worker", "Worker.init_device", "extended: overrides while it runs"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.use_v2_model_runner", "read: which runner is built"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.load_model", "extended: overrides while it runs"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", "extended: its steps are forgotten"),
+    *(
+        Seam("vllm.v1.worker.gpu_worker", f"Worker.{name}", why, (parameter,), is_exact=True)
+        for name, parameter, why in (
+            ("execute_model", "scheduler_output", "extended: new requests"),
+            ("sample_tokens", "grammar_output", "extended: what was accepted"),
+        )
+    ),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.model_runner", "read: what was built"),
+    Seam("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "extended: overrides while it runs"),
+    Seam("vllm.v1.worker.cpu_worker", "CPUWorker.compile_or_warm_up_model", "extended: its steps are forgotten"),
+)
+
+V1_SEAMS = (
+    *(
+        Seam(_V1, name, "replaced by a hybrid subclass while the runner is built")
+        for name in ("EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer", "DraftModelProposer")
+    ),
+    Seam(_V1, "create_custom_proposer", "replaced by the plugin's own drafter"),
+    Seam(
+        "vllm.v1.spec_decode.custom_class_proposer",
+        "create_custom_proposer",
+        "replaced by the plugin's own drafter",
+        ("vllm_config",),
+        is_exact=True,
+    ),
+    Seam(_V1, "Sampler", "replaced by the strategy's sampler while the runner is built"),
+    Seam(_V1, "RejectionSampler", "replaced by the strategy's verifier while the runner is built"),
+    Seam(_V1, "GPUModelRunner._get_positions", "called: positions that key the noise"),
+    *_members(
+        _V1,
+        "GPUModelRunner",
+        "requests input_batch max_model_len scheduler_config speculative_config query_start_loc drafter sampler "
+        "rejection_sampler use_async_scheduling",
+        "read: the batch, and the parts that were built",
+    ),
+    *_members(
+        _V1,
+        "GPUModelRunner",
+        "_draft_token_ids _draft_token_req_ids",
+        "set: no zeros where nothing was drafted",
+    ),
+    Seam(
+        _V1,
+        "GPUModelRunner._copy_draft_token_ids_to_cpu",
+        "extended: no zeros where nothing was drafted",
+        ("scheduler_output", "zeros_only"),
+        is_exact=True,
+    ),
+    *_members(
+        "vllm.v1.worker.gpu_input_batch",
+        "InputBatch",
+        "req_ids token_ids_cpu num_tokens_no_spec num_prompt_tokens vocab_size req_prompt_embeds",
+        "read: the requests' tokens on the host; this step's are written first",
+    ),
+    *_members(
+        "vllm.v1.spec_decode.metadata",
+        "SpecDecodeMetadata",
+        "draft_token_ids num_draft_tokens cu_num_sampled_tokens target_logits_indices bonus_logits_indices "
+        "logits_indices max_spec_len",
+        "read: which row is whose",
+    ),
+    *_members(
+        "vllm.v1.sample.metadata",
+        "SamplingMetadata",
+        "temperature top_p top_k generators all_greedy all_random max_num_logprobs logprob_token_ids",
+        "read: what the requests ask for",
+    ),
+    *_members("vllm.v1.outputs", "SamplerOutput", "sampled_token_ids logprobs_tensors", "returned"),
+    Seam(
+        _BASE,
+        "SpecDecodeBaseProposer.propose",
+        "runs the model's steps",
+        ("num_speculative_tokens",),
+    ),
+    *_members(
+        _BASE,
+        "SpecDecodeBaseProposer",
+        "vllm_config num_speculative_tokens",
+        "read; the last is set to the model's steps",
+    ),
+    Seam(_BASE, "SpecDecodeBaseProposer.take_last_draft_probs", "extended by one-hot rows"),
+    Seam(
+        _BASE,
+        "SpecDecodeBaseProposer.prepare_next_token_ids_padded",
+        "this step's tokens, as a tensor",
+        ("sampled_token_ids", "requests", "gpu_input_batch", "discard_request_mask"),
+        is_exact=True,
+    ),
+    Seam(
+        _BASE,
+        "SpecDecodeBaseProposer.prepare_next_token_ids_cpu",
+        "this step's tokens, as lists",
+        ("sampled_token_ids", "requests", "gpu_input_batch", "num_scheduled_tokens"),
+        is_exact=True,
+    ),
+    Seam(
+        _REJECTION,
+        "RejectionSampler.forward",
+        "replaced",
+        ("metadata", "draft_probs", "logits", "sampling_metadata"),
+        is_exact=True,
+    ),
+    *_members(_REJECTION, "RejectionSampler", "sampler is_processed_logprobs_mode", "read"),
+    Seam(
+        _REJECTION,
+        "RejectionSampler.apply_logits_processors",
+        "called: penalties and masks of the draft rows",
+        ("logits", "sampling_metadata", "metadata"),
+    ),
+    Seam(
+        _REJECTION,
+        "RejectionSampler._get_logprobs_tensors",
+        "called: logprobs of the emitted tokens",
+        ("max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids"),
+    ),
+    Seam(
+        "vllm.v1.sample.ops.topk_topp_sampler",
+        "apply_top_k_top_p",
+        "called: processed logprobs",
+        ("logits", "k", "p"),
+    ),
+    Seam(_SAMPLER, "Sampler.apply_temperature", "called: processed logprobs", ("logits", "temp", "all_random")),
+    Seam(
+        _SAMPLER,
+        "Sampler.sample",
+        "replaced where a strategy is set",
+        ("logits", "sampling_metadata", "logprobs_mode_override"),
+        is_exact=True,
+    ),
+    Seam(
+        _SAMPLER,
+        "Sampler.apply_logits_processors",
+        "called: penalties and masks of the bonus rows",
+        ("logits", "sampling_metadata", "predict_bonus_token"),
+    ),
+)
+
+V2_SEAMS = (
+    *(
+        Seam(_V2, name, "replaced while the runner is built")
+        for name in ("init_speculator", "DraftTokensHandler", "RequestState", "RejectionSampler", "Sampler")
+    ),
+    *_members(
+        _V2,
+        "GPUModelRunner",
+        "speculator rejection_sampler draft_tokens_handler speculative_config model_config device",
+        "read: the parts that were built",
+    ),
+    Seam(
+        _V2_SPEC,
+        "init_speculator",
+        "replaced and called: vLLM's own speculator",
+        ("vllm_config", "device", "req_states"),
+        is_exact=True,
+    ),
+    *(
+        Seam(f"{_V2_SPEC}.{module}.speculator", name, "replaced by a hybrid subclass while the speculator is built")
+        for module, name in (
+            ("mtp", "MTPSpeculator"),
+            ("multi_module_mtp", "MultiModuleMTPSpeculator"),
+            ("eagle", "EagleSpeculator"),
+            ("gemma4", "Gemma4Speculator"),
+            ("standalone_ar", "StandaloneARSpeculator"),
+        )
+    ),
+    Seam(
+        f"{_V2_SPEC}.speculator",
+        "BaseSpeculator.propose",
+        "extended",
+        (
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "num_sampled",
+            "dummy_run",
+            "num_speculative_tokens",
+        ),
+    ),
+    Seam(f"{_V2_SPEC}.speculator", "BaseSpeculator.init_cudagraph_manager", "extended", ("cudagraph_mode",)),
+    *_members(
+        f"{_V2_SPEC}.speculator",
+        "DraftModelSpeculator",
+        "num_speculative_steps draft_logits",
+        "read and set: the model's steps, and room for one-hot rows",
+    ),
+    Seam(
+        f"{_V2_SPEC}.utils",
+        "DraftTokensHandler.set_draft_tokens",
+        "extended: how many drafts are meant",
+        ("input_batch", "draft_tokens"),
+        is_exact=True,
+    ),
+    *_members(
+        f"{_V2_SPEC}.utils",
+        "DraftTokensHandler",
+        "get_draft_tokens device copy_stream copy_event",
+        "extended and read: how many drafts are meant",
+    ),
+    *_members("vllm.v1.outputs", "DraftTokenIds", "req_ids draft_token_ids", "returned"),
+    Seam("vllm.v1.worker.gpu.async_utils", "async_copy_to_np", "called: how many drafts are meant"),
+    Seam(_V2_STATES, "RequestState.__init__", "extended: tokens on the device", ("use_dense_all_token_ids",)),
+    Seam(
+        _V2_STATES,
+        "RequestState.add_request",
+        "extended: tokens on the host",
+        ("req_id", "prompt_len", "all_token_ids"),
+    ),
+    Seam(_V2_STATES, "RequestState.remove_request", "extended: counts of single requests", ("req_id",), is_exact=True),
+    *_members(_V2_STATES, "RequestState", "all_token_ids total_len req_id_to_index", "read: the requests' tokens"),
+    Seam("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor.gpu", "read: the requests' tokens"),
+    *_members("vllm.v1.worker.gpu.buffer_utils", "UvaBackedTensor", "gpu np", "read: what the requests ask for"),
+    *_members(
+        "vllm.v1.worker.gpu.input_batch",
+        "InputBatch",
+        "num_reqs req_ids idx_mapping idx_mapping_np expanded_idx_mapping expanded_local_pos cu_num_logits "
+        "has_structured_output_reqs",
+        "read: the batch",
+    ),
+    Seam(f"{_V2_SAMPLE}.sampler", "Sampler.__init__", "extended", ("vllm_config", "max_num_reqs", "vocab_size")),
+    Seam(
+        f"{_V2_SAMPLE}.sampler",
+        "Sampler.apply_sampling_params",
+        "called: penalties, bias and masks",
+        _V2_SAMPLING_PARAMETERS,
+    ),
+    Seam(
+        f"{_V2_SAMPLE}.sampler",
+        "Sampler.sample",
+        "replaced",
+        (*_V2_SAMPLING_PARAMETERS, "return_logprobs"),
+        is_exact=True,
+    ),
+    *_members(
+        f"{_V2_SAMPLE}.sampler", "Sampler", "sampling_states logprobs_mode return_sampling_mask", "read; the first set"
+    ),
+    Seam(f"{_V2_SAMPLE}.states", "SamplingStates.__init__", "subclassed", ("max_num_reqs", "vocab_size")),
+    Seam(
+        f"{_V2_SAMPLE}.states",
+        "SamplingStates.add_request",
+        "extended",
+        ("req_idx", "sampling_params"),
+        is_exact=True,
+    ),
+    *(
+        Seam(
+            f"{_V2_SAMPLE}.states",
+            f"SamplingStates.{name}",
+            "put off: the kernels apply it",
+            ("logits", "expanded_idx_mapping", "idx_mapping_np"),
+        )
+        for name in ("apply_temperature", "apply_min_p", "apply_top_k_top_p")
+    ),
+    *_members(
+        f"{_V2_SAMPLE}.states",
+        "SamplingStates",
+        "temperature top_k top_p min_p seeds vocab_size",
+        "read: what the requests ask for",
+    ),
+    Seam(
+        f"{_V2_SPEC}.rejection_sampler",
+        "RejectionSampler.__call__",
+        "extended: slots that hold no draft",
+        ("logits", "input_batch", "draft_logits", "invalid_drafts"),
+        is_exact=True,
+    ),
+    Seam(
+        f"{_V2_SPEC}.rejection_sampler",
+        "RejectionSampler._verify",
+        "replaced",
+        (
+            "logits",
+            "draft_logits",
+            "draft_sampled",
+            "pos",
+            "cu_num_logits",
+            "idx_mapping",
+            "idx_mapping_np",
+            "expanded_idx_mapping",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+            "verify_draft_sampled",
+        ),
+        is_exact=True,
+    ),
+    *_members(f"{_V2_SPEC}.rejection_sampler", "RejectionSampler", "sampler num_speculative_steps", "read"),
+    Seam("vllm.config.model", "PROCESSED_LOGPROBS_MODES", "read: which logprobs are asked for"),
+    Seam(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "pad_vocab_size",
+        "called: how far rows of logits lie apart",
+        ("vocab_size",),
+    ),
+)
+
+LEDGER = CONFIG_SEAMS + REQUEST_SEAMS + ENDPOINT_SEAMS + WORKER_SEAMS + V1_SEAMS + V2_SEAMS

@@ -1,0 +1,1 @@
+"""vLLM's front process and workers: the one patch, the config that travels, the worker classes."""

@@ -1,0 +1,1 @@
+"""Verification of draft tokens in fused Triton kernels."""

@@ -1,0 +1,1 @@
+"""Drafting and verification on vLLM's V1 model runner."""

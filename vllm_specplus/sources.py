@@ -1,0 +1,19 @@
+"""Who drafted what: the sources of drafts, and counts by source."""
+
+import numpy as np
+
+SOURCES = ("model", "ngram", "suffix", "reference", "unfilled")
+"""Where a draft comes from. ``unfilled``: a slot that vLLM scheduled and that nothing filled."""
+MODEL, NGRAM, SUFFIX, REFERENCE, UNFILLED = range(len(SOURCES))
+
+
+def by_source(counts: np.ndarray) -> dict[str, dict[str, list[int]]]:
+    """``{"drafted": {source: [tokens by position]}, "accepted": ...}``.
+
+    Args:
+        counts: [2, len(SOURCES), K] int, drafted and accepted tokens.
+    """
+    return {
+        what: dict(zip(SOURCES, rows, strict=True))
+        for what, rows in zip(("drafted", "accepted"), counts.tolist(), strict=True)
+    }
