@@ -1,9 +1,9 @@
-"""Who drafted what: the sources of drafts, and counts by source."""
+"""The sources of drafts, and counts by source."""
 
 import numpy as np
 
 SOURCES = ("model", "ngram", "suffix", "reference", "unfilled")
-"""Where a draft comes from. ``unfilled``: a slot that vLLM scheduled and that nothing filled."""
+"""Who made a draft. ``unfilled``: nobody; vLLM scheduled the slot, and it holds padding."""
 MODEL, NGRAM, SUFFIX, REFERENCE, UNFILLED = range(len(SOURCES))
 
 

@@ -228,8 +228,8 @@ def test_the_worker_sees_to_it_that_the_runner_was_foreseen(tiny: Path, on_v2: N
         worker._check_runner()
 
 
-@pytest.mark.parametrize(("on_v2", "drafts", "times"), [(True, True, 1), (True, False, 0), (False, True, 0)])
-def test_the_first_warm_up_is_forgotten(on_v2: bool, drafts: bool, times: int) -> None:
+@pytest.mark.parametrize(("drafts", "times"), [(True, 1), (False, 0)])
+def test_the_first_warm_up_is_forgotten(drafts: bool, times: int) -> None:
     forgotten: list[object] = []
 
     class VllmsWorker:
@@ -239,12 +239,9 @@ def test_the_first_warm_up_is_forgotten(on_v2: bool, drafts: bool, times: int) -
 
     class Worker(SpecPlusWorkerMixin, VllmsWorker):
         is_again = False
-        use_v2_model_runner = on_v2
         model_runner = "runner"
-        _requests = "tracker" if drafts else None
-
-        def _runner_module(self) -> SimpleNamespace:
-            return SimpleNamespace(forget=forgotten.append)
+        _tracker = "tracker" if drafts else None
+        _runner_module = SimpleNamespace(forget_warm_up=forgotten.append)
 
     worker = Worker()
     assert worker.compile_or_warm_up_model() == "times"

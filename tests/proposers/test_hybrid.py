@@ -15,13 +15,13 @@ def test_equals_the_definition(data):
     """Append and override over several steps, against the slow n-gram reference."""
     tokens = st.integers(0, data.draw(st.integers(1, 3)))
     num_steps = data.draw(st.integers(1, 3))
-    window = num_steps + data.draw(st.integers(0, 4))
+    width = num_steps + data.draw(st.integers(0, 4))
     override_len = data.draw(st.integers(0, 6))
     matcher = NgramMatcher(3, MAX_LEN, min_ngram_size=2, max_ngram_size=3)
     drafter = HybridDrafter(
         matcher,
         num_model_steps=num_steps,
-        num_speculative_tokens=window,
+        num_speculative_tokens=width,
         match_override_len=override_len,
     )
     texts = {"a": [], "b": [], "c": []}
@@ -29,10 +29,10 @@ def test_equals_the_definition(data):
         for text in texts.values():
             text.extend(data.draw(st.lists(tokens, max_size=10)))
         model = [data.draw(st.lists(tokens, min_size=num_steps, max_size=num_steps)) for _ in texts]
-        max_drafts = [data.draw(st.integers(0, window + 1)) for _ in texts]
+        max_drafts = [data.draw(st.integers(0, width + 1)) for _ in texts]
         drafts = drafter.draft(make_history(texts, MAX_LEN), np.array(model), np.array(max_drafts, np.int32))
         for i, text in enumerate(texts.values()):
-            limit = min(max_drafts[i], window)
+            limit = min(max_drafts[i], width)
             alone, length = slow_match(text, 2, 3, 64, limit)
             if override_len and alone and length >= override_len:
                 expected, num_model = alone, 0

@@ -19,7 +19,7 @@ def match_one(matcher, tokens, drafts=None, max_drafts=4, req_id="a", num_prompt
 
 @st.composite
 def conversations(draw):
-    """Window sizes, and steps: {request: new tokens} in row order, model drafts, max_drafts."""
+    """N-gram sizes, and steps: {request: new tokens} in row order, model drafts, max_drafts."""
     tokens = st.integers(0, draw(st.integers(0, 3))).map(lambda k: [0, 1, 77, 2**31 - 1][k])
     min_size = draw(st.integers(1, 3))
     sizes = (min_size, min_size + draw(st.integers(0, 3)))
@@ -41,9 +41,9 @@ def conversations(draw):
     return sizes, steps
 
 
-def make_tables_with_one_bit_tags(matcher, slot, num_tokens, make_tables=NgramMatcher._make_tables):
-    make_tables(matcher, slot, num_tokens)
-    matcher._state[slot, matcher._index.POSITION_MASK] = 2**31 - 1
+def make_tables_with_one_bit_tags(matcher, row, num_tokens, make_tables=NgramMatcher._make_tables):
+    make_tables(matcher, row, num_tokens)
+    matcher._state[row, matcher._index.POSITION_MASK] = 2**31 - 1
 
 
 @settings(max_examples=300)
@@ -52,8 +52,8 @@ def test_equals_the_slow_reference(conversation, match_len_cap):
     """Growing, pausing and reordered requests; model drafts that are never accepted as such."""
     (min_size, max_size), steps = conversation
     with pytest.MonkeyPatch.context() as patch:
-        # Tables for four tokens at first, so that they grow within the test, and a single bit of
-        # tag, so that windows are told apart by their tokens.
+        # Tables for four tokens at first, so that they grow within the test. Tags of a single bit, so that n-grams are
+        # told apart by their tokens.
         patch.setattr(ngram, "_MIN_CAPACITY", 4)
         patch.setattr(NgramMatcher, "_make_tables", make_tables_with_one_bit_tags)
         matcher = NgramMatcher(
@@ -107,7 +107,7 @@ def test_a_longer_text_under_a_reused_id_is_noticed(second):
     assert match_one(matcher, tokens, num_prompt_tokens=num_prompt_tokens) == expected
 
 
-def test_retained_requests_keep_their_index_and_slots_are_reused():
+def test_retained_requests_keep_their_index_and_memory_is_reused():
     matcher = NgramMatcher(2, MAX_LEN, min_ngram_size=2, max_ngram_size=3)
     texts = {"a": [1, 2, 3, 1, 2], "b": [4, 5, 6, 4, 5]}
     ones = np.array([1, 1])
@@ -137,7 +137,7 @@ def test_drafts_of_the_model_are_not_remembered():
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 7])
-def test_a_repetition_of_any_period_fills_the_window(period):
+def test_a_repetition_of_any_period_fills_all_slots(period):
     matcher = NgramMatcher(1, MAX_LEN, min_ngram_size=1, max_ngram_size=5)
     text = [k % period for k in range(3 * period + 1)]
     drafts, match_len = match_one(matcher, text, max_drafts=20)

@@ -105,7 +105,7 @@ def test_moved_and_repeated_blocks_are_found(order, edit):
     blocks, num_drafts, min_size = TEXT.reshape(4, 250), 16, 3
     output = np.concatenate([blocks[i] for i in order])
     ideal = math.ceil(len(output) / (num_drafts + 1))
-    # A jump may need the tokens of a window; where a block ends in the middle of a step, a step more.
+    # A jump may need the tokens of an n-gram, and one step more where a block ends in the middle of a step.
     jumps = np.count_nonzero(np.diff([-1, *order]) != 1)
     assert steps(make(TEXT, edit, (min_size, 8)), output, num_drafts) <= ideal + jumps * (min_size + 1)
 
@@ -193,7 +193,7 @@ def test_of_very_many_occurrences_the_nearest_count(edit, monkeypatch):
 @BOTH
 @pytest.mark.parametrize("num_reference", [0, 1, 2, 5])
 @pytest.mark.parametrize("output", [[], NEW[:50], TEXT[:50], TEXT[1:50], [*TEXT[:5], *TEXT[:5], *TEXT[:5]]])
-def test_a_reference_shorter_than_window_and_output(edit, num_reference, output):
+def test_a_reference_shorter_than_ngram_and_output(edit, num_reference, output):
     text, reference = make(TEXT[:num_reference], edit, (3, 8)), set(TEXT[:num_reference].tolist())
     for end in range(len(output) + 1):
         drafts = text.draft(array(output[:end]), 4)

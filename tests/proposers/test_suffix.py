@@ -85,7 +85,7 @@ def test_a_request_without_output_is_left_for_later():
     assert match_one(matcher, "a", [1, 2, 3, 1], [2]).to_lists()[0][0] == 3
 
 
-def test_no_drafts_wanted_still_feeds_the_cache():
+def test_tokens_are_cached_even_if_no_drafts_are_wanted():
     matcher = SuffixMatcher()
     assert match_one(matcher, "a", [1], [7, 8, 9], max_drafts=0).to_lists() == [[]]
     assert match_one(matcher, "b", [2], [5, 7, 8]).to_lists()[0][0] == 9

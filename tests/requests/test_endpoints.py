@@ -18,7 +18,7 @@ from vllm_specplus.requests.middleware import PredictedOutputs
 STATS = {
     "drafted": {"model": [10, 8], "ngram": [0, 4], "unfilled": [0, 0], "reference": []},
     "accepted": {"model": [9, 6], "ngram": [0, 1], "unfilled": [0, 0]},
-    "live": {"requests": 3, "references": 1, "kept_counts": 0},
+    "entries": {"requests": 3, "references": 1, "kept_counts": 0},
 }
 TOTALS = {
     "model": {"drafted": 18, "accepted": 15, "acceptance_rate": 15 / 18},
@@ -95,7 +95,7 @@ def test_metrics(answers: list[Any]) -> None:
         for source, counts in STATS[key].items()
         for position, count in enumerate(counts)
     ]
-    gauges = [("gauge", "specplus:live", {"kind": kind}, count) for kind, count in STATS["live"].items()]
+    gauges = [("gauge", "specplus:entries", {"kind": kind}, count) for kind, count in STATS["entries"].items()]
     assert list(samples(got.text)) == counters + gauges
 
 
@@ -127,16 +127,16 @@ def test_below_a_root_path() -> None:
 
 
 def test_two_apps_of_a_process() -> None:
-    first, second = (client_for(Engine([{"live": {"requests": n}}])) for n in (1, 2))
-    assert first.get("/specplus/stats").json()["live"] == {"requests": 1}
-    assert second.get("/specplus/stats").json()["live"] == {"requests": 2}
+    first, second = (client_for(Engine([{"entries": {"requests": n}}])) for n in (1, 2))
+    assert first.get("/specplus/stats").json()["entries"] == {"requests": 1}
+    assert second.get("/specplus/stats").json()["entries"] == {"requests": 2}
 
 
 @pytest.mark.parametrize(
     ("stats", "expected"),
     [
         ({}, {}),
-        ({"live": {"requests": 1}}, {}),
+        ({"entries": {"requests": 1}}, {}),
         ({"drafted": {"new": [2]}}, {"new": {"drafted": 2, "accepted": 0, "acceptance_rate": 0.0}}),
         ({"accepted": {"new": [2]}}, {"new": {"drafted": 0, "accepted": 2, "acceptance_rate": None}}),
         (STATS, TOTALS),
@@ -151,6 +151,6 @@ def test_metric_families_are_there_without_counts() -> None:
     assert [(f.name, f.type, f.samples) for f in families] == [
         ("specplus:draft_tokens", "counter", []),
         ("specplus:accepted_tokens", "counter", []),
-        ("specplus:live", "gauge", []),
+        ("specplus:entries", "gauge", []),
     ]
     assert all(f.documentation for f in families)

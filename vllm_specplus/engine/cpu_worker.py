@@ -1,4 +1,4 @@
-"""The CPU worker; a module of its own, since vLLM's needs its CPU build to be imported."""
+"""The CPU worker, apart from the GPU worker: its base in vLLM can be imported only from vLLM's CPU build."""
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 

@@ -1,104 +1,131 @@
 """vLLM's workers, with the plugin's classes in place while the model runner is built."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplus.compat import SpecPlusCompatError
 from vllm_specplus.requests.check import left_out
+from vllm_specplus.runners import BuildStep, RunnerModule, Tracker
+
+if TYPE_CHECKING:
+
+    class _VllmWorker:
+        """What the mixin reads and extends of vLLM's workers."""
+
+        vllm_config: Any
+        use_v2_model_runner: bool
+        model_runner: Any
+
+        def init_device(self) -> None: ...
+        def load_model(self, *args: Any, **kwargs: Any) -> None: ...
+        def compile_or_warm_up_model(self) -> Any: ...
+        def execute_model(self, scheduler_output: Any) -> Any: ...
+        def sample_tokens(self, grammar_output: Any) -> Any: ...
+
+else:
+    _VllmWorker = object
 
 
-class SpecPlusWorkerMixin:
-    """Builds the model runner with the plugin's drafter and verifier; all else is the worker's own."""
+class SpecPlusWorkerMixin(_VllmWorker):
+    """Builds the model runner with the plugin's drafter and verifier; all else is vLLM's worker."""
 
-    vllm_config: Any
-    use_v2_model_runner: bool
-    model_runner: Any
-    _requests: Any = None  # the runner's RequestTracker, where the plugin drafts
+    _tracker: Tracker | None = None
+    """Follows the runner's requests; None where the plugin does not draft."""
     _is_warm: bool = False
 
     def init_device(self) -> None:
-        """Build the runner under the overrides, then hand it to what was put in.
+        """Build the runner with the plugin's classes.
 
         Raises:
-            SpecPlusCompatError: vLLM chose otherwise than was foreseen when the config was made.
+            SpecPlusCompatError: vLLM chose another runner or schedule than the config was made for.
         """
-        runner, options = self._runner_module(), self.vllm_config.speculative_config.specplus
         self._check_runner()
-        with runner.installed(options), left_out(self.vllm_config.model_config):
-            super().init_device()  # type: ignore[misc]
-        if not self.use_v2_model_runner:
-            self._requests = runner.bind(self.model_runner)
+        with self._building("init_device"):
+            super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the weights; V2 builds its samplers here."""
-        if not self.use_v2_model_runner:
-            super().load_model(*args, **kwargs)  # type: ignore[misc]
-            return
-        runner, options = self._runner_module(), self.vllm_config.speculative_config.specplus
-        with runner.installed(options), left_out(self.vllm_config.model_config):
-            super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self._requests = runner.bind(self.model_runner)
+        """Load the weights; on V2 vLLM builds its samplers here, from the plugin's classes."""
+        with self._building("load_model"):
+            super().load_model(*args, **kwargs)
 
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM's, whose warm-up on V2 runs steps of made-up requests: they are forgotten.
+        """Warm up as vLLM does, and forget the made-up requests of the first warm-up.
 
-        Not those of a later warm-up, when an engine has grown or shrunk: what real requests left is worth more.
+        A later warm-up, when an engine has grown or shrunk, keeps what is there: it is mostly of real requests.
         """
-        times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        if self._requests is not None and self.use_v2_model_runner and not self._is_warm:
-            self._runner_module().forget(self.model_runner)
+        times = super().compile_or_warm_up_model()
+        if self._tracker is not None and not self._is_warm:
+            self._runner_module.forget_warm_up(self.model_runner)
         self._is_warm = True
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run a step, having noted what its new requests ask for."""
-        if self._requests is not None:
-            self._requests.before_step(scheduler_output)
-        return super().execute_model(scheduler_output)  # type: ignore[misc]
+        """Take note of what the step's new requests ask for, then run the step."""
+        if self._tracker is not None:
+            self._tracker.before_step(scheduler_output)
+        return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Choose a step's tokens, and count what became of its drafts."""
-        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        if self._requests is not None:
-            self._requests.after_step(output)
+        """Choose a step's tokens, then count what became of its drafts."""
+        output = super().sample_tokens(grammar_output)
+        if self._tracker is not None:
+            self._tracker.after_step(output)
         return output
 
     def specplus_stats(self) -> dict[str, Any] | None:
-        """Drafted and accepted tokens by source and position, and how much is held; None where nothing is drafted.
+        """Drafted and accepted tokens by source and position, and how many entries of each kind the worker holds.
 
         Returns:
-            ``{"drafted": {source: [tokens by position]}, "accepted": {...}, "live": {"requests": n, ...}}``
+            ``{"drafted": {source: [tokens by position]}, "accepted": {...}, "entries": {"requests": n, ...}}``; None
+            where the plugin does not draft.
         """
-        return None if self._requests is None else self._requests.stats()
+        return None if self._tracker is None else self._tracker.stats()
 
     def specplus_request_stats(self, key: str) -> dict[str, int] | None:
-        """What became of the requests that gave this key, once: see ``RequestCounts.collect``."""
-        return None if self._requests is None else self._requests.request_stats(key)
+        """Collect the counts of the requests that gave this key, once: see ``RequestCounts.collect``."""
+        return None if self._tracker is None else self._tracker.request_stats(key)
 
-    def _runner_module(self) -> Any:
-        # Each imports vLLM's runner of that kind.
+    @cached_property
+    def _runner_module(self) -> RunnerModule:
+        # Each imports vLLM's runner of its kind.
         if self.use_v2_model_runner:
-            from vllm_specplus.runners.v2 import speculator as v2
+            from vllm_specplus.runners.v2 import install as v2
 
             return v2
-        from vllm_specplus.runners.v1 import drafter as v1
+        from vllm_specplus.runners.v1 import install as v1
 
         return v1
+
+    @contextmanager
+    def _building(self, step: BuildStep) -> Iterator[None]:
+        """Install the plugin's classes if vLLM builds them in this step, and connect them after the last such step."""
+        runner = self._runner_module
+        if step not in runner.BUILD_STEPS:
+            yield
+            return
+        options = self.vllm_config.speculative_config.specplus
+        with runner.plugin_classes_installed(options), left_out(self.vllm_config.model_config):
+            yield
+        if step == runner.BUILD_STEPS[-1]:
+            self._tracker = runner.connect(self.model_runner)
 
     def _check_runner(self) -> None:
         if self.vllm_config.speculative_config.made_for_v2 != self.use_v2_model_runner:
             chosen, value = ("V2", 1) if self.use_v2_model_runner else ("V1", 0)
             raise SpecPlusCompatError(
-                f"vLLM chose Model Runner {chosen} for reasons that vllm-specplus does not foresee: set "
+                f"vLLM chose Model Runner {chosen} for a reason that vllm-specplus did not foresee: set "
                 f"VLLM_USE_V2_MODEL_RUNNER={value}"
             )
         num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
         drafts = self.vllm_config.speculative_config.specplus.drafts_from_history
         if drafts and num_stages > 1 and not self.vllm_config.scheduler_config.async_scheduling:
             raise SpecPlusCompatError(
-                f"pipeline_parallel_size={num_stages} is not allowed here: vLLM has left asynchronous scheduling off, "
-                "without which its scheduler does not go together with drafts and a pipeline"
+                f"pipeline_parallel_size={num_stages} is not allowed here: vLLM has asynchronous scheduling off, "
+                "and without it vLLM cannot draft in a pipeline"
             )
 
 

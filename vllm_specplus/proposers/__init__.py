@@ -2,10 +2,11 @@
 
 | module | what it holds |
 |---|---|
-| `history` | `History`, `Match`, `Matcher`: what goes in, what comes out, and the protocol between |
+| `history` | `History`, `Match`, `Matcher`: the arguments, the results, and the protocol of matchers |
 | `ngram` | `NgramMatcher`: the request's own text, through an incremental index |
 | `suffix` | `SuffixMatcher`: the request's own text and past responses, through arctic-inference |
 | `hybrid` | `HybridDrafter`: a draft model's tokens joined with a matcher's |
+| `reference_text` | `ReferenceText`: text that a request's output is expected to resemble |
 """
 
 from vllm_specplus.proposers.history import History, Match, Matcher

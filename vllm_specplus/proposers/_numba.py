@@ -1,4 +1,4 @@
-"""What the compiled code needs from numba besides `njit`. Importing this module imports numba."""
+"""Helpers of the compiled code: cached compilation and two intrinsics. Importing this module imports numba."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 
 def compiled(*signature: Any) -> Callable[[Callable], Any]:
-    """`numba.njit`, cached on disk where a folder for that can be written."""
+    """`numba.njit` with a cache on disk, where a folder for it can be written."""
 
     def compile_function(function: Callable) -> Any:
         try:

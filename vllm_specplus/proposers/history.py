@@ -1,4 +1,4 @@
-"""What a matcher sees, what it answers, and the protocol that all matchers share."""
+"""The arguments and results of matchers, and the protocol that all matchers meet."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class History:
-    """What a matcher may look at: the host-side tokens of the batch's requests.
+    """The tokens of the batch's requests on the host.
 
     Attributes:
         req_ids: [B] request ids, each at most once.
-        token_ids: [>=B, max_model_len] int32, C-contiguous; row i belongs to req_ids[i]. May be a
-            large buffer that the engine goes on using, and the order of its rows may change from
-            step to step.
+        token_ids: [>=B, max_model_len] int32, C-contiguous; row i belongs to req_ids[i]. It may be a large buffer of
+            the engine's, whose rows may change their order from step to step.
         num_tokens: [B] int, prompt and output tokens of each request, no drafts.
         num_prompt_tokens: [B] int, prompt tokens of each request.
     """
@@ -32,12 +31,12 @@ class History:
 
 @dataclass(frozen=True)
 class Match:
-    """What a matcher found.
+    """The drafts that a matcher has found.
 
     Attributes:
         token_ids: [B, K] int32, the drafts of each request; -1 after the last one.
-        num_tokens: [B] int32, drafted tokens; 0 = no match.
-        match_len: [B] int32, tokens of the matched context; 0 = no match.
+        num_tokens: [B] int32, drafts of each request; 0 = no match.
+        match_len: [B] int32, tokens of the tail that matched; 0 = no match.
     """
 
     token_ids: np.ndarray
@@ -51,21 +50,21 @@ class Match:
 
 
 class Matcher(Protocol):
-    """Drafts the continuation of a sequence from text seen earlier; keeps state per request id."""
+    """Finds how the history went on after the same tokens; keeps state for each request id."""
 
     @property
     def match_len_cap(self) -> int:
         """The largest `Match.match_len` this matcher reports."""
 
     def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
-        """Take in what is new in `history` and draft from it.
+        """Take in the new tokens of `history` and draft from it.
 
         Args:
             history: the batch.
-            model_drafts: [B, S] int, tokens that a draft model put after each request's history
-                (all S of a row are valid), or None. They are matched but not remembered.
-            max_drafts: [B] int >= 0, at most so many tokens for each request. 0 drafts nothing for
-                it; what is new in its history is taken in all the same.
+            model_drafts: [B, S] int, a draft model's tokens after each request's history (all S of a row are valid),
+                or None. They are matched but not remembered.
+            max_drafts: [B] int >= 0, the most drafts of each request. With 0 nothing is drafted, but the new tokens
+                of the history are taken in.
 
         Returns:
             The drafts, with K = max(max_drafts).

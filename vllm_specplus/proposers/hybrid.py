@@ -1,4 +1,4 @@
-"""Joining a draft model's tokens with tokens copied from history."""
+"""Joins a draft model's tokens with tokens copied from history."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ class Drafts:
 
     Attributes:
         token_ids: [B] lists of token ids, of different lengths.
-        num_model: [B] int32, how many leading drafts of each request are the draft model's; the
-            rest are the matcher's.
+        num_model: [B] int32, how many leading drafts of each request are the draft model's; the others are the
+            matcher's.
     """
 
     token_ids: list[list[int]]
@@ -22,22 +22,20 @@ class Drafts:
 
 
 class HybridDrafter:
-    """Fills a window of drafts from a draft model and a matcher.
+    """Fills a request's slots from a draft model and a matcher.
 
-    Append (FastDeploy's `with_ngram`): the model's drafts come first, and the slots after them are
-    what followed the tail of (prompt + output + model drafts) earlier on. FastDeploy matches the
-    tail without the model's drafts; with them the match goes on from the draft instead of
-    restarting it.
-    Override (TensorRT-LLM's `sa_config` threshold): when the history alone matches at least
-    `match_override_len` tokens, what followed there takes the place of the model's drafts for the
-    whole window.
-    Nothing matches: only the model's drafts, so the lists vary in length.
+    Append (FastDeploy's `with_ngram`): the model's drafts come first. The slots after them get the tokens that followed
+    the tail of (prompt + output + model drafts) earlier. The tail ends with the model's drafts, so the match continues
+    them and does not start again.
+    Override (TensorRT-LLM's `sa_config` threshold): when the history alone matches at least `match_override_len`
+    tokens, the tokens that followed there fill all slots, and the model's drafts are dropped.
+    Nothing matches: a request has only the model's drafts, so the lists vary in length.
 
     Args:
-        matcher: where the history's drafts come from.
+        matcher: the source of the history's drafts.
         num_model_steps: S, drafts that the model makes for each request, >= 1.
-        num_speculative_tokens: the window, >= num_model_steps.
-        match_override_len: tokens from which a match overrides; 0 = never.
+        num_speculative_tokens: K, the slots of a request, >= num_model_steps.
+        match_override_len: the shortest match that overrides, in tokens; 0 = never.
 
     Raises:
         ValueError: a size out of range, or a threshold that the matcher can never report.
@@ -60,9 +58,8 @@ class HybridDrafter:
             raise ValueError(f"match_override_len={match_override_len} must be 0 (off) or more")
         if match_override_len > matcher.match_len_cap:
             raise ValueError(
-                f"match_override_len={match_override_len} is never reached: "
-                f"{type(matcher).__name__} reports matches of at most {matcher.match_len_cap} "
-                "tokens"
+                f"match_override_len={match_override_len} is never reached: {type(matcher).__name__} reports matches "
+                f"of at most {matcher.match_len_cap} tokens"
             )
         self.matcher = matcher
         self.num_model_steps = num_model_steps
@@ -70,12 +67,12 @@ class HybridDrafter:
         self.match_override_len = match_override_len
 
     def draft(self, history: History, model_drafts: np.ndarray, max_drafts: np.ndarray) -> Drafts:
-        """Draft one window for each request.
+        """Fill the slots of each request.
 
         Args:
             history: the batch of B requests.
             model_drafts: [B, S] int, the draft model's tokens.
-            max_drafts: [B] int >= 0, the longest list each request may get; 0 = [].
+            max_drafts: [B] int >= 0, the most drafts of each request.
 
         Raises:
             ValueError: `model_drafts` has another shape.

@@ -1,4 +1,4 @@
-"""N-gram drafting: copy what followed the same words earlier in the request's own text."""
+"""N-gram drafting: copy the tokens that followed the same n-gram earlier in the request's own text."""
 
 import mmap
 from collections.abc import Collection, Sequence
@@ -7,35 +7,34 @@ import numpy as np
 
 from vllm_specplus.proposers.history import History, Match
 
-_MIN_CAPACITY = 1024  # tokens a request's tables are made for at first
-_ENTRIES_PER_TOKEN = 2  # at most half of a table is taken
+_MIN_CAPACITY = 1024  # tokens that a request's first tables have room for
+_ENTRIES_PER_TOKEN = 2  # so that at most half of a table is filled
 _HUGE_PAGE_SIZE = 2 << 20
 
 
 class NgramMatcher:
-    """Longest-window, most-recent n-gram lookup over prompt, output and model drafts.
+    """Looks up the longest and latest n-gram over prompt, output and model drafts.
 
-    With s = history + model drafts, the last `size` tokens of s are looked for earlier in s, from
-    `max_ngram_size` down to `min_ngram_size`; the first size that occurs wins, and of its
-    occurrences the most recent one (it may overlap the tail). The drafts are what follows there;
-    where s ends, the copy goes on with the tokens just drafted, as in LZ77, so a repetition of
-    any period fills the whole window. A request's drafts come from its own text only.
+    Let s be history + model drafts. The last `size` tokens of s are looked for earlier in s, from `max_ngram_size` down
+    to `min_ngram_size`. The first size that occurs wins, and of its occurrences the latest, which may overlap the tail.
+    The drafts are the tokens that follow it. Where s ends, the copy continues with the tokens just drafted, as in LZ77,
+    so a repetition of any period fills all slots. A request's drafts come from its own text only.
     Source: prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding.
 
-    The text is indexed as it grows (see `_ngram_index`), so a step costs the same at any context
-    length. Only the first sight of a prompt is linear in its length, and so is the making of a
-    larger table, each time that a request has grown by half. Memory: `_ENTRIES_PER_TOKEN` x 4
-    bytes for each token and window size, up to half as much again while a request grows.
+    The text is indexed as it grows (see `_ngram_index`), so a step costs the same at any length of the history. Two
+    things are linear in the length: to index a prompt, and to make larger tables each time that a request has grown by
+    half. Memory: `_ENTRIES_PER_TOKEN` x 4 bytes for each token and n-gram size, and up to half as much again while a
+    request grows.
 
-    A request id that comes back with other text is noticed by its prompt length, by a shorter
-    history, or by the last eight tokens seen, and is indexed anew. One that agrees in all of these
-    may miss matches; it still drafts nothing but continuations found in its present text.
+    A request id that comes back with other text is noticed by its prompt length, by a shorter history, or by the last
+    eight tokens, and is indexed anew. If all of these agree, matches may be missed. Drafts are still only continuations
+    found in the present text.
 
     Args:
         max_num_reqs: requests that have state at the same time.
         max_model_len: longest history, in tokens.
-        min_ngram_size: shortest window, >= 1.
-        max_ngram_size: longest window, >= min_ngram_size.
+        min_ngram_size: smallest n-gram size, >= 1.
+        max_ngram_size: largest n-gram size, >= min_ngram_size.
         match_len_cap: matches are measured up to this many tokens; raised to `max_ngram_size`.
 
     Raises:
@@ -70,8 +69,8 @@ class NgramMatcher:
         self._fingerprints = np.zeros((max_num_reqs, _ngram_index.FINGERPRINT_SIZE), np.int32)
         # The compiled code goes by the addresses in the state; this keeps the tables alive.
         self._tables: list[np.ndarray | None] = [None] * max_num_reqs
-        self._slots: dict[str, int] = {}
-        self._free_slots = list(range(max_num_reqs - 1, -1, -1))
+        self._state_rows: dict[str, int] = {}
+        self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
     @property
     def match_len_cap(self) -> int:
@@ -94,11 +93,11 @@ class NgramMatcher:
         num_reqs = len(history.req_ids)
         num_tokens = np.ascontiguousarray(history.num_tokens[:num_reqs], np.int64)
         self._check(history.token_ids, num_tokens)
-        slots = self._slots_of(history.req_ids)
+        state_rows = self._rows_of(history.req_ids)
         # Even an empty history needs tables: the model's drafts are looked up in them.
-        room = self._state[slots, self._index.CAPACITY]
+        room = self._state[state_rows, self._index.CAPACITY]
         for i in np.flatnonzero(np.maximum(num_tokens, 1) > room).tolist():
-            self._make_tables(int(slots[i]), int(num_tokens[i]))
+            self._make_tables(int(state_rows[i]), int(num_tokens[i]))
 
         if model_drafts is None:
             model_drafts = np.empty((num_reqs, 0), np.int32)
@@ -114,7 +113,7 @@ class NgramMatcher:
             np.ascontiguousarray(history.num_prompt_tokens[:num_reqs], np.int64),
             np.ascontiguousarray(model_drafts, np.int32),
             limits,
-            slots,
+            state_rows,
             self._state,
             self._fingerprints,
             self._sizes,
@@ -126,12 +125,12 @@ class NgramMatcher:
         return result
 
     def retain(self, req_ids: Collection[str]) -> None:
-        """See `Matcher.retain`. The slots and the memory of dropped requests are free again."""
-        for req_id in self._slots.keys() - set(req_ids):
-            slot = self._slots.pop(req_id)
-            self._state[slot] = 0
-            self._tables[slot] = None
-            self._free_slots.append(slot)
+        """See `Matcher.retain`. The memory of dropped requests is free again."""
+        for req_id in self._state_rows.keys() - set(req_ids):
+            row = self._state_rows.pop(req_id)
+            self._state[row] = 0
+            self._tables[row] = None
+            self._free_rows.append(row)
 
     def _check(self, token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
         if token_ids.dtype != np.int32 or not token_ids.flags.c_contiguous:
@@ -145,9 +144,9 @@ class NgramMatcher:
                 f"fit token_ids of shape {token_ids.shape} and max_model_len={self.max_model_len}"
             )
 
-    def _slots_of(self, req_ids: Sequence[str]) -> np.ndarray:
-        """The slot of each request ([B] int64), a free one for a new request."""
-        known = self._slots
+    def _rows_of(self, req_ids: Sequence[str]) -> np.ndarray:
+        """[B] int64: the row of each request's state; a new request gets a free one."""
+        known = self._state_rows
         try:
             return np.array([known[req_id] for req_id in req_ids], np.int64)
         except KeyError:
@@ -155,32 +154,31 @@ class NgramMatcher:
         for req_id in req_ids:
             if req_id in known:
                 continue
-            if not self._free_slots:
+            if not self._free_rows:
                 raise RuntimeError(
-                    f"no slot for request {req_id!r}: {len(known)} requests have state, which is "
-                    "max_num_reqs; call retain() with those that are alive before match()"
+                    f"no room for request {req_id!r}: {len(known)} requests have state, which is max_num_reqs; call "
+                    "retain() with the unfinished requests before match()"
                 )
-            known[req_id] = self._free_slots.pop()
+            known[req_id] = self._free_rows.pop()
         return np.array([known[req_id] for req_id in req_ids], np.int64)
 
-    def _make_tables(self, slot: int, num_tokens: int) -> None:
-        """Give `slot` empty tables with room for half as many tokens again."""
+    def _make_tables(self, row: int, num_tokens: int) -> None:
+        """Give a row of the state empty tables, with room for half as many tokens again."""
         index = self._index
         capacity = min(self.max_model_len, max(_MIN_CAPACITY, num_tokens + num_tokens // 2))
         table_size = capacity * _ENTRIES_PER_TOKEN
         num_sizes = self._sizes[1] - self._sizes[0] + 1
         table = _zeros(num_sizes * table_size)
-        self._tables[slot] = table
-        self._state[slot, index.TABLE] = table.ctypes.data
-        self._state[slot, index.TABLE_SIZE] = table_size
-        self._state[slot, index.CAPACITY] = capacity
-        self._state[slot, index.POSITION_MASK] = (1 << capacity.bit_length()) - 1
-        self._state[slot, index.NUM_INDEXED] = 0
+        self._tables[row] = table
+        self._state[row, index.TABLE] = table.ctypes.data
+        self._state[row, index.TABLE_SIZE] = table_size
+        self._state[row, index.CAPACITY] = capacity
+        self._state[row, index.POSITION_MASK] = (1 << capacity.bit_length()) - 1
+        self._state[row, index.NUM_INDEXED] = 0
 
 
 def _zeros(num_entries: int) -> np.ndarray:
-    """[num_entries] uint32 zeros; on huge pages if large, as random accesses to small ones cost
-    a page walk each."""
+    """[num_entries] uint32 zeros; on huge pages if large, since each random access to small pages costs a page walk."""
     num_bytes = num_entries * np.dtype(np.uint32).itemsize
     if num_bytes < _HUGE_PAGE_SIZE:
         return np.zeros(num_entries, np.uint32)

@@ -1,48 +1,46 @@
-"""Drafting from text that a request's output is expected to resemble: a predicted output, a file to edit."""
+"""Drafting from a reference: text that a request's output is expected to resemble, such as a file to edit."""
 
 import numpy as np
 
 _NUM_FINGERPRINT_TOKENS = 8
 _NEAR = 256  # tokens around an anchor where a match shorter than min_ngram_size counts
 _NUM_ANCHORS = 4
-_TRUSTED_BITS = 32.0  # agreement from which a place was no accident: about eight bytes or five words
+_TRUSTED_BITS = 32.0  # an agreement of so much is no accident: about eight bytes or five words
 _BACKWARD_BITS = 2.0  # text goes on forwards more often than it goes back
-_MAX_PLACES = 4096  # of one window's occurrences, the nearest ones
-_MAX_EDIT = 64  # tokens of an edit that is remembered
+_MAX_PLACES = 4096  # occurrences of an n-gram that are looked at, the nearest ones
+_MAX_EDIT = 64  # tokens of an edit, at most, for it to be remembered
 _FACTOR = 0x9E3779B97F4A7C15
 
 
 class ReferenceText:
     """Drafts a request's output from its reference; one object per request, nothing shared.
 
-    A cursor stands where the output is expected to go on in the reference. While the output agrees,
-    it moves on, and the drafts are what follows it; it starts at the reference's first token. When a
-    token disagrees, the two modes look for another place, p:
+    A cursor stands where the output is expected to go on in the reference, at first before its first token. The drafts
+    are the tokens after the cursor. While the output agrees with them, the cursor moves on. When a token disagrees, the
+    cursor moves to another place, by one of two modes:
 
-    `edit=False` (sp_edit 0): the longest window, of min_ngram_size to max_ngram_size tokens, that
-    ends the output and occurs in the reference; of its occurrences the next one after the place last
-    followed, else the first. Nothing found: no drafts.
+    `edit=False` (sp_edit 0): the mode looks up the longest n-gram, of min_ngram_size to max_ngram_size tokens, that
+    ends the output and occurs in the reference. Of its occurrences it takes the next one after the place last followed,
+    else the first. If there is none, nothing is drafted.
 
-    `edit=True` (sp_edit 1): a place is worth the bits of the tokens that match before it (the rarer a
-    token in the reference, the more), less the bits that it takes to say how far the jump is. Far
-    places need a match of min_ngram_size tokens; within `_NEAR` tokens of an anchor one token will
-    do, as a wrong draft costs nothing but its slot. Anchors are the last few places where a longer
-    agreement ended: the latest is where an edit began, the older ones are where a moved block has
-    left off. Where no place is worth the jump, a single unknown token is taken for a replaced one,
-    more of them for an insertion. Edits are remembered: where one begins as an earlier one did and the
-    text has the same tokens to take out (a renamed variable), it is drafted as it went the last time;
-    then the drafts hold tokens of the request's own output as well.
+    `edit=True` (sp_edit 1): the mode takes the place that is worth most, in bits. The tokens that match before a place
+    add to its worth, and rare tokens add more. The distance of the jump is subtracted. Far places need a match of
+    min_ngram_size tokens. Within `_NEAR` tokens of an anchor one token is enough, as a wrong draft costs only its slot.
+    Anchors are the last few places where a longer agreement ended. An edit began at the latest anchor; at an older one
+    the text may go on after a moved block. If no place is worth the jump, a single unknown token counts as a replaced
+    one, and several count as an insertion.
+    Edits are remembered (a renamed variable). If an edit begins as an earlier one did, and the text has the same tokens
+    to remove, it is drafted as before. The drafts then hold tokens of the request's own output as well.
 
-    All of it goes by the output alone, whatever the steps it came in and whatever was drafted. A step
-    costs the same at any length of the output: agreement one comparison; each disagreeing token one
-    search, over the reference's occurrences of its last min_ngram_size tokens, at most `_MAX_PLACES`
-    (the nearest ones).
+    The drafts depend on the output alone, not on its steps or on earlier drafts. A step costs the same at any length of
+    the output. Agreement costs one comparison. A token that disagrees costs one search over the occurrences of the
+    output's last min_ngram_size tokens in the reference, at most over the nearest `_MAX_PLACES`.
 
     Args:
         token_ids: [n] int32, the reference; copied. n may be 0.
-        edit: which mode.
-        min_ngram_size: shortest window, >= 1.
-        max_ngram_size: longest window, >= min_ngram_size.
+        edit: selects the mode.
+        min_ngram_size: smallest n-gram size, >= 1.
+        max_ngram_size: largest n-gram size, >= min_ngram_size.
 
     Raises:
         ValueError: a size out of range, or token_ids is not one-dimensional int32.
@@ -57,55 +55,56 @@ class ReferenceText:
         self.min_ngram_size = min_ngram_size
         self.max_ngram_size = max_ngram_size
         self._text = token_ids.copy()
-        hashes = _hash_windows(self._text, min_ngram_size)
-        self._starts = np.argsort(hashes, kind="stable")  # window starts by hash, each hash's in text order
+        hashes = _hash_ngrams(self._text, min_ngram_size)
+        self._starts = np.argsort(hashes, kind="stable")  # n-gram starts by hash; those of one hash are in text order
         self._hashes = hashes[self._starts]
         _, which, counts = np.unique(self._text, return_inverse=True, return_counts=True)
-        bits = -np.log2(counts / max(1, len(token_ids)))[which]  # what each token tells
-        self._bits = np.concatenate([[0.0], np.cumsum(bits)])  # [n + 1], what the text tells up to each place
-        self._restart()
+        bits = -np.log2(counts / max(1, len(token_ids)))[which]  # the information of each token
+        self._bits = np.concatenate([[0.0], np.cumsum(bits)])  # [n + 1], the information up to each place
+        self._reset()
 
     @property
     def is_guess(self) -> bool:
-        """Whether nothing in the output speaks for the drafts' place: it has just begun, or new text came in."""
+        """Whether no output token supports the drafts' place, as at the beginning and after new text."""
         return self._is_guess
 
     def draft(self, output: np.ndarray, max_drafts: int) -> np.ndarray:
-        """Take in what is new in the output and draft what follows.
+        """Take in the new tokens of the output and draft the tokens that follow.
 
         Args:
-            output: [num_tokens] int32, all output tokens so far. It need not be what was seen before
-                with more behind it: if it is shorter, or if the last eight tokens seen are not where
-                they were, all of it is taken in anew.
-            max_drafts: at most so many drafts, >= 0.
+            output: [num_tokens] int32, all output tokens so far. It may differ from the output of earlier calls: if it
+                is shorter, or if the last eight tokens are not where they were, all of it is taken in anew.
+            max_drafts: the most drafts, >= 0.
 
         Returns:
             [<= max_drafts] int32, a copy.
         """
-        seen = self._num_seen
-        if seen > len(output) or not np.array_equal(output[max(0, seen - _NUM_FINGERPRINT_TOKENS) : seen], self._last):
-            self._restart()
+        known = self._num_tokens
+        fingerprint = output[max(0, known - _NUM_FINGERPRINT_TOKENS) : known]
+        if known > len(output) or not np.array_equal(fingerprint, self._last):
+            self._reset()
         self._take_in(output)
         if self._cursor < 0:
             return np.empty(0, np.int32)
-        known = self._known[:max_drafts]
-        return np.concatenate([known, self._text[self._cursor : self._cursor + max_drafts - len(known)]])
+        insertion = self._insertion[:max_drafts]
+        return np.concatenate([insertion, self._text[self._cursor : self._cursor + max_drafts - len(insertion)]])
 
-    def _restart(self) -> None:
-        self._num_seen = 0
-        self._last = np.empty(0, np.int32)  # the last tokens seen
-        self._cursor = 0  # the place in the text that is followed; -1 = none
-        self._known = np.empty(0, np.int32)  # new text of a remembered edit, expected before the cursor's
+    def _reset(self) -> None:
+        self._num_tokens = 0
+        self._last = np.empty(0, np.int32)  # the last tokens of the output
+        self._cursor = 0  # the place in the text that is followed; -1: none
+        self._insertion = np.empty(0, np.int32)  # a remembered edit's new tokens, expected before those at the cursor
         self._run = 0  # tokens before the cursor that agree with the output
         self._is_guess = True
-        self._previous = 0  # the place that was followed last
-        # (place in the text, place in the output), the latest first. All text is behind the first.
+        self._previous = 0  # the place that was followed before
+        # (place in the text, place in the output), the latest first. At the start the text lies after the only one.
         self._anchors = [(0, 0)]
-        # (Is nothing gone, first token gone or else the last one kept, first token new) -> (gone, new).
+        # Edits, as (tokens removed, tokens inserted). The key: whether nothing is removed, the first token removed (or
+        # else the last token before the edit), and the first token inserted.
         self._edits: dict[tuple[bool, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def _take_in(self, output: np.ndarray) -> None:
-        position = self._num_seen
+        position = self._num_tokens
         while position < len(output):
             agreed = self._agreement(output[position:])
             position += agreed
@@ -125,27 +124,27 @@ class ReferenceText:
                 self._cursor, self._run = self._look_up(output[: position + 1])
                 self._is_guess = False
             position += 1
-        if position > self._num_seen:
-            self._num_seen = position
+        if position > self._num_tokens:
+            self._num_tokens = position
             self._last = output[max(0, position - _NUM_FINGERPRINT_TOKENS) : position].copy()
 
     def _agreement(self, new: np.ndarray) -> int:
-        """Follow the cursor as far as it agrees with `new` ([m] int32); return how many tokens that is."""
+        """Move the cursor on as far as the text agrees with `new` ([m] int32); return the number of tokens."""
         if self._cursor < 0:
             return 0
-        agreed = _common_prefix(self._known, new)
-        if agreed < len(self._known):
-            self._known = self._known[agreed:]
+        agreed = _common_prefix(self._insertion, new)
+        if agreed < len(self._insertion):
+            self._insertion = self._insertion[agreed:]
             return agreed
         if agreed:
-            self._known = self._known[:0]
+            self._insertion = self._insertion[:0]
         followed = _common_prefix(self._text[self._cursor : self._cursor + len(new) - agreed], new[agreed:])
         self._cursor += followed
         self._run += followed
         return agreed + followed
 
     def _look_up(self, output: np.ndarray) -> tuple[int, int]:
-        """The place after the longest window that ends the output, and its length; (-1, 0) = none."""
+        """The place after the longest n-gram that ends the output, and its length; (-1, 0): none."""
         places = self._far_places(output, self._previous)
         lengths = self._match_lengths(places, output)
         longest = int(lengths.max(initial=0))
@@ -155,46 +154,47 @@ class ReferenceText:
         return int(places[np.searchsorted(places, self._previous, side="right") % len(places)]), longest
 
     def _note_divergence(self, output: np.ndarray, position: int) -> None:
-        """Make the cursor an anchor if it was followed for long; remember the edit that it came from."""
-        told = self._bits[self._cursor] - self._bits[self._cursor - self._run]
-        if self._run < position and told < _TRUSTED_BITS:
+        """Make the cursor an anchor if it was followed for long; remember the edit before it."""
+        information = self._bits[self._cursor] - self._bits[self._cursor - self._run]
+        if self._run < position and information < _TRUSTED_BITS:
             return
-        gone_from, new_from = self._anchors[0]
-        # No further back than the edit's beginning, where new text ends as the text before it does.
-        run = min(self._run, position - new_from)
-        if self._cursor >= gone_from:
-            run = min(run, self._cursor - gone_from)
-        gone, new = self._cursor - run - gone_from, output[new_from : position - run]
-        if 0 <= gone <= _MAX_EDIT and 0 < len(new) <= _MAX_EDIT:
-            token = self._last_kept(gone_from) if gone == 0 else int(self._text[gone_from])
-            self._edits[gone == 0, token, int(new[0])] = self._text[gone_from : gone_from + gone], new.copy()
-        # What lies a little before the place where this run began has been passed.
+        removed_from, inserted_from = self._anchors[0]
+        # No further back than the edit's beginning: new text may end like the text before it.
+        run = min(self._run, position - inserted_from)
+        if self._cursor >= removed_from:
+            run = min(run, self._cursor - removed_from)
+        num_removed, inserted = self._cursor - run - removed_from, output[inserted_from : position - run]
+        if 0 <= num_removed <= _MAX_EDIT and 0 < len(inserted) <= _MAX_EDIT:
+            token = self._token_before(removed_from) if num_removed == 0 else int(self._text[removed_from])
+            removed = self._text[removed_from : removed_from + num_removed]
+            self._edits[num_removed == 0, token, int(inserted[0])] = removed, inserted.copy()
+        # Anchors a little before the place where this run began have been passed.
         start = self._cursor - run
-        kept = [anchor for anchor in self._anchors if not 0 <= start - anchor[0] <= _NEAR]
-        self._anchors = [(self._cursor, position), *kept][:_NUM_ANCHORS]
+        others = [anchor for anchor in self._anchors if not 0 <= start - anchor[0] <= _NEAR]
+        self._anchors = [(self._cursor, position), *others][:_NUM_ANCHORS]
 
-    def _last_kept(self, place: int) -> int:
+    def _token_before(self, place: int) -> int:
         """The token before a place in the text, -1 at the text's start."""
         return int(self._text[place - 1]) if place else -1
 
     def _recall(self, new: int) -> bool:
         """Expect a remembered edit at the cursor if it began with the token `new`."""
-        self._known = self._known[:0]
+        self._insertion = self._insertion[:0]
         if not self._run or self._cursor == len(self._text):
             return False
-        for key in ((False, int(self._text[self._cursor]), new), (True, self._last_kept(self._cursor), new)):
+        for key in ((False, int(self._text[self._cursor]), new), (True, self._token_before(self._cursor), new)):
             edit = self._edits.get(key)
             if edit and np.array_equal(self._text[self._cursor : self._cursor + len(edit[0])], edit[0]):
-                self._known = edit[1][1:]
+                self._insertion = edit[1][1:]
                 self._cursor += len(edit[0])
                 self._run = 0
                 return True
         return False
 
     def _realign(self, output: np.ndarray) -> tuple[int, int]:
-        """Where the text goes on after `output`, whose last token disagreed, and how many tokens match there."""
-        anchor, diverged = self._anchors[0]
-        num_new = len(output) - diverged
+        """The place where the text goes on after `output`, whose last token disagreed, and how many tokens match."""
+        anchor, anchor_in_output = self._anchors[0]
+        num_new = len(output) - anchor_in_output
         places = np.concatenate(
             [self._far_places(output, anchor), *(self._near_places(a, output[-1]) for a, _ in self._anchors)]
         )
@@ -208,20 +208,20 @@ class ReferenceText:
         return min(anchor + (num_new == 1), len(self._text)), 0
 
     def _jump_bits(self, places: np.ndarray, lengths: np.ndarray, anchor: int, num_new: int) -> np.ndarray:
-        """What it costs to go on at each place ([P]) when the output left the text at `anchor`."""
+        """[P] float64: the bits that it costs to go on at each place if the output left the text at `anchor`."""
         skipped = places - np.minimum(lengths, num_new) - anchor
         return np.log2(1 + np.abs(skipped)) + _BACKWARD_BITS * (skipped < 0)
 
     def _far_places(self, output: np.ndarray, near: int) -> np.ndarray:
         """[P <= _MAX_PLACES] int64, ascending: where the text goes on after the output's last min_ngram_size tokens.
 
-        If there are more, the nearest to the place `near`. Windows of equal hash are not told apart;
-        `_match_lengths` does that.
+        If there are more, these are the nearest to the place `near`. N-grams of equal hash are told apart only by
+        `_match_lengths`.
         """
         size = self.min_ngram_size
         if len(output) < size:
             return np.empty(0, np.int64)
-        wanted = _hash_windows(output[-size:], size)[0]
+        wanted = _hash_ngrams(output[-size:], size)[0]
         first, last = np.searchsorted(self._hashes, wanted), np.searchsorted(self._hashes, wanted, side="right")
         if last - first > _MAX_PLACES:
             middle = first + np.searchsorted(self._starts[first:last], near)
@@ -230,12 +230,12 @@ class ReferenceText:
         return self._starts[first:last] + size
 
     def _near_places(self, anchor: int, token: int) -> np.ndarray:
-        """[P] int64: where the text goes on after `token`, not far from the anchor."""
+        """[P] int64: where the text goes on after `token`, near the anchor."""
         start = max(0, anchor - _NEAR)
         return np.flatnonzero(self._text[start : anchor + _NEAR] == token) + (start + 1)
 
     def _match_lengths(self, places: np.ndarray, output: np.ndarray) -> np.ndarray:
-        """[P] int64: how many tokens before each place end the output, up to max_ngram_size."""
+        """[P] int64: how many tokens before each place equal the output's last ones, up to max_ngram_size."""
         lengths = np.zeros(len(places), np.int64)
         alive = np.arange(len(places))
         for size in range(1, min(self.max_ngram_size, len(output)) + 1):
@@ -248,15 +248,15 @@ class ReferenceText:
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """How many leading tokens two rows share."""
+    """The number of leading tokens that two rows share."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     first = int(differ.argmax()) if length else 0
     return first if length and differ[first] else length
 
 
-def _hash_windows(token_ids: np.ndarray, size: int) -> np.ndarray:
-    """[n - size + 1] uint64 (none if n < size), a hash of each window of `size` tokens."""
+def _hash_ngrams(token_ids: np.ndarray, size: int) -> np.ndarray:
+    """[n - size + 1] uint64 (none if n < size), a hash of each n-gram of `size` tokens."""
     count = max(0, len(token_ids) - size + 1)
     hashes = np.zeros(count, np.uint64)
     for k in range(size):

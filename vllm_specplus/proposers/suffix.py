@@ -11,8 +11,8 @@ _NUM_FINGERPRINT_TOKENS = 8
 
 
 @dataclass
-class _Fed:
-    """What the cache has been given of one request."""
+class _Progress:
+    """How far the cache has the tokens of one request."""
 
     num_prompt_tokens: int
     num_tokens: int
@@ -22,14 +22,14 @@ class _Fed:
 class SuffixMatcher:
     """arctic-inference's `SuffixDecodingCache` behind the `Matcher` protocol.
 
-    Each request has a suffix tree of its own text; one further tree, shared by all, holds the
-    responses of past requests, so drafts may come from another request's output.
+    Each request has a suffix tree of its own text. One more tree, shared by all, holds the responses of past requests,
+    so drafts may come from another request's output.
     Source: "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
     https://arxiv.org/abs/2411.04975, and https://github.com/snowflakedb/ArcticInference.
 
     Args:
-        max_tree_depth: the longest context matched plus what follows it, in tokens.
-        max_cached_requests: past responses kept, the oldest dropped first; 0 = none, -1 = unlimited.
+        max_tree_depth: the longest tail that is matched plus its drafts, in tokens.
+        max_cached_requests: past responses to keep, of which the oldest goes first; 0 = none, -1 = unlimited.
         max_spec_factor: at most this many drafts per matched token.
         min_token_prob: a draft needs at least this estimated probability.
 
@@ -57,14 +57,14 @@ class SuffixMatcher:
         self.max_tree_depth = max_tree_depth
         self.max_spec_factor = max_spec_factor
         self.min_token_prob = min_token_prob
-        self._fed: dict[str, _Fed] = {}
+        self._progress: dict[str, _Progress] = {}
 
     @property
     def match_len_cap(self) -> int:
-        """The largest match length reported: the tree's depth holds the drafts as well.
+        """The largest match length reported: a draft takes one token of the tree's depth.
 
-        The cache answers with its best-scored match, not the longest: with k drafts expected
-        after each of them, matches count at most `max_tree_depth` - k tokens.
+        The cache returns the match with the best score, not the longest. With k drafts after it, a match counts at
+        most `max_tree_depth` - k tokens.
         """
         return self.max_tree_depth - 1
 
@@ -74,7 +74,7 @@ class SuffixMatcher:
         return len(self._cache.cached_requests)
 
     def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
-        """See `Matcher.match`. A request without output yet (prefill) is left for later."""
+        """See `Matcher.match`. A request without output (in its prefill) is left for later."""
         num_reqs = len(history.req_ids)
         token_ids = np.full((num_reqs, int(max_drafts.max(initial=0))), -1, np.int32)
         num_drafts = np.zeros(num_reqs, np.int32)
@@ -82,14 +82,14 @@ class SuffixMatcher:
         if model_drafts is not None:
             model_drafts = model_drafts.astype(np.int32, copy=False)
 
-        # A request is fed and asked before the next one is fed: responses of the same step reach
-        # the shared tree in row order, as in vLLM's own proposer.
+        # A request drafts before the next one's tokens are added: responses of the same step reach the shared tree in
+        # row order, as in vLLM's own proposer.
         for i, req_id in enumerate(history.req_ids):
             row = history.tokens(i)
             num_prompt_tokens = int(history.num_prompt_tokens[i])
             if len(row) <= num_prompt_tokens:
                 continue
-            self._feed(req_id, row, num_prompt_tokens)
+            self._add_new_tokens(req_id, row, num_prompt_tokens)
             if max_drafts[i] <= 0:
                 continue
             context = row[-self.max_tree_depth :]
@@ -111,29 +111,29 @@ class SuffixMatcher:
 
     def retain(self, req_ids: Collection[str]) -> None:
         """See `Matcher.retain`. The responses of dropped requests stay in the shared tree."""
-        for req_id in self._fed.keys() - set(req_ids):
-            del self._fed[req_id]
+        for req_id in self._progress.keys() - set(req_ids):
+            del self._progress[req_id]
             self._cache.stop_request(req_id)
 
-    def _feed(self, req_id: str, row: np.ndarray, num_prompt_tokens: int) -> None:
-        """Give the cache the tokens of `row` ([num_tokens] int32) that it does not have yet."""
-        fed = self._fed.get(req_id)
-        if fed is not None and not _continues(fed, row, num_prompt_tokens):
+    def _add_new_tokens(self, req_id: str, row: np.ndarray, num_prompt_tokens: int) -> None:
+        """Add the tokens of `row` ([num_tokens] int32) that the cache does not have yet."""
+        progress = self._progress.get(req_id)
+        if progress is not None and not _continues(progress, row, num_prompt_tokens):
             self._cache.stop_request(req_id)
-            fed = None
-        if fed is None:
-            # Starting a request also drops the response cached under the same id.
+            progress = None
+        if progress is None:
+            # To start a request also drops the response cached under the same id.
             self._cache.start_request(req_id, row[:num_prompt_tokens])
-            fed = self._fed[req_id] = _Fed(num_prompt_tokens, num_prompt_tokens, b"")
-        if fed.num_tokens < len(row):
-            self._cache.add_active_response(req_id, row[fed.num_tokens :])
-            fed.num_tokens = len(row)
-            fed.last_tokens = row[-_NUM_FINGERPRINT_TOKENS:].tobytes()
+            progress = self._progress[req_id] = _Progress(num_prompt_tokens, num_prompt_tokens, b"")
+        if progress.num_tokens < len(row):
+            self._cache.add_active_response(req_id, row[progress.num_tokens :])
+            progress.num_tokens = len(row)
+            progress.last_tokens = row[-_NUM_FINGERPRINT_TOKENS:].tobytes()
 
 
-def _continues(fed: _Fed, row: np.ndarray, num_prompt_tokens: int) -> bool:
-    """Whether `row` goes on from what was fed; its last tokens stand for all of it."""
-    if fed.num_prompt_tokens != num_prompt_tokens:
+def _continues(progress: _Progress, row: np.ndarray, num_prompt_tokens: int) -> bool:
+    """Whether `row` goes on from the tokens in the cache; their last ones stand for all of them."""
+    if progress.num_prompt_tokens != num_prompt_tokens:
         return False
-    start = max(0, fed.num_tokens - _NUM_FINGERPRINT_TOKENS)
-    return row[start : fed.num_tokens].tobytes() == fed.last_tokens
+    start = max(0, progress.num_tokens - _NUM_FINGERPRINT_TOKENS)
+    return row[start : progress.num_tokens].tobytes() == progress.last_tokens

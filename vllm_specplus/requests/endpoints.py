@@ -60,8 +60,8 @@ def metric_families(stats: Stats) -> Iterator[Metric]:
             for position, count in enumerate(counts):
                 counter.add_metric((source, str(position)), count)
         yield counter
-    gauge = GaugeMetricFamily("specplus:live", "What a worker holds at the moment, by kind.", labels=("kind",))
-    for kind, count in stats.get("live", {}).items():
+    gauge = GaugeMetricFamily("specplus:entries", "Entries that a worker holds now, by kind.", labels=("kind",))
+    for kind, count in stats.get("entries", {}).items():
         gauge.add_metric((kind,), count)
     yield gauge
 

@@ -39,18 +39,18 @@ def test_greedy_text_is_the_text_without_speculation(
 
 @pytest.mark.parametrize("proposer", ["naive", "mtp_ngram", "suffix"])
 def test_steps_are_saved(proposer: str, trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
-    """A text that is all in the reference takes one step for each window and one for the first token."""
+    """A text that is all in the reference takes one step for each full width and one for the first token."""
     config = config_of(proposer, draft)
-    window = config["num_speculative_tokens"]
+    width = config["num_speculative_tokens"]
     with engine(trained, config) as e:
         for extra in ({"sp_edit": 0}, {"sp_edit": 1}):
             before = e.counts().drafts
             extra["sp_advice_prompt_token_ids"] = base[trained][0]
             ask(e, PROMPTS[:1], [extra], max_tokens=TOKENS)
-            assert e.counts().drafts - before == -(-(TOKENS - 1) // (window + 1))
+            assert e.counts().drafts - before == -(-(TOKENS - 1) // (width + 1))
 
 
-def test_window_of_128(trained: Path, base: dict[Path, list[list[int]]]) -> None:
+def test_width_of_128(trained: Path, base: dict[Path, list[list[int]]]) -> None:
     with engine(trained, {"method": "naive", "num_speculative_tokens": 128}, max_model_len=1024) as e:
         (text,) = ask(e, PROMPTS[:1], [{}], max_tokens=300)
         assert e.counts().drafts == 0
@@ -79,7 +79,7 @@ def test_a_reference_drafts_for_its_own_request_alone(trained: Path, base: dict[
         assert e.counts().drafted == 2 * alone
         ask(e, PROMPTS[:1], [{}], max_tokens=TOKENS)
         assert e.counts().drafted == 2 * alone
-        assert stats(e)["live"] == {"requests": 0, "references": 0, "kept_counts": 0}
+        assert stats(e)["entries"] == {"requests": 0, "references": 0, "kept_counts": 0}
 
 
 @pytest.mark.parametrize("proposer", ["naive", "mtp_ngram"])

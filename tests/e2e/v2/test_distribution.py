@@ -16,7 +16,7 @@ from tests.e2e.engines import engine
 from tests.e2e.v2.engines import FEW, tokens
 from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, VOCAB, chi_squared, likeliest
 from vllm_specplus.kernels.drafts import write_one_hot_rows
-from vllm_specplus.runners.v2 import speculator as v2
+from vllm_specplus.runners.v2 import speculator
 from vllm_specplus.verify import verify_draft_tokens
 
 pytestmark = pytest.mark.interpreter
@@ -29,7 +29,7 @@ POSITIONS = LOCAL + 40
 P = (LOGITS.double() / TEMPERATURE).softmax(dim=1).numpy()
 
 
-def window() -> tuple[torch.Tensor, torch.Tensor]:
+def drafts_of_two_sources() -> tuple[torch.Tensor, torch.Tensor]:
     """[N, 2] drafts: one that the model sampled and one that a match found; and the draft logits of both slots.
 
     What stands in the second slot's is left over from another step.
@@ -42,7 +42,7 @@ def window() -> tuple[torch.Tensor, torch.Tensor]:
 
 def by_vllm(tells_matches: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """vLLM's own verification, which one-hot rows tell of the match."""
-    drafts, draft_logits = window()
+    drafts, draft_logits = drafts_of_two_sources()
     if tells_matches:
         ones = torch.ones(NUM_REQS, dtype=torch.int32)
         write_one_hot_rows(draft_logits, REQUESTS, drafts, 2 * ones, ones)
@@ -64,7 +64,7 @@ def by_vllm(tells_matches: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 def by_the_plugin(tells_matches: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Strategy `rejection`, which `draft_rows` tells of the match."""
-    drafts, draft_logits = window()
+    drafts, draft_logits = drafts_of_two_sources()
     rows = torch.where((1 if tells_matches else 2) > LOCAL, 2 * ROWS + LOCAL, -1)
     out = verify_draft_tokens(
         LOGITS.repeat(NUM_REQS, 1),
@@ -106,7 +106,7 @@ def test_the_runner_writes_one_hot_rows(trained: Path, draft: Path, monkeypatch:
                 assert (q[drafts[i, slot]] == 1) == is_matched
                 seen["matched" if is_matched else "sampled"] += 1
 
-    monkeypatch.setattr(v2, "write_one_hot_rows", check)
+    monkeypatch.setattr(speculator, "write_one_hot_rows", check)
     config = {
         "method": "mtp",
         "num_speculative_tokens": 4,

@@ -97,7 +97,7 @@ def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, plai
         assert any(unfilled)
 
 
-def test_asynchronous_scheduling_accepts_no_filler(trained: Path, draft: Path) -> None:
+def test_asynchronous_scheduling_accepts_no_padding(trained: Path, draft: Path) -> None:
     """`accept_all` takes every draft that there is, and a slot without one holds token 0."""
     with async_engine(trained, speculative("mtp_ngram", draft, accept_policy="accept_all")) as e:
         assert 0 not in {token for text in tokens(e) for token in text}

@@ -26,10 +26,14 @@ from tests.e2e.engines import engine, speculative
 from tests.e2e.references import ask, config_of, stats
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from tests.runners.v2.suffix_engine import Engine, Event
-from vllm_specplus.runners.v2 import requests as v2_requests
-from vllm_specplus.runners.v2 import samplers as v2_verify
-from vllm_specplus.runners.v2 import speculator as v2
-from vllm_specplus.runners.v2.host_tokens import TokenFeed
+from vllm_specplus.runners.v2 import speculator as v2_speculator
+from vllm_specplus.runners.v2 import states as v2_states
+from vllm_specplus.runners.v2.drafting import Drafting
+from vllm_specplus.runners.v2.host_tokens import TokenCopier
+from vllm_specplus.runners.v2.requests import RequestTracker
+from vllm_specplus.runners.v2.samplers import CountingRejectionSampler, StrategyRejectionSampler, StrategySampler
+from vllm_specplus.runners.v2.speculator import HistorySpeculator, HybridMixin
+from vllm_specplus.runners.v2.states import VariableLengthHandler
 from vllm_specplus.runners.v2.suffix import SuffixFiller
 from vllm_specplus.verify import checks
 
@@ -161,43 +165,42 @@ def guard_all(guard: Guard, speculator: type) -> dict[str, list[int]]:
     for name in ("apply_temperature", "apply_min_p", "apply_top_k_top_p"):
         guard.pause(SamplingStates, name)
     guard.pause(DraftTokensHandler, "set_draft_tokens")
-    guard.pause(v2, "async_copy_to_np")
+    guard.pause(v2_states, "async_copy_to_np")
     methods: list[tuple[Any, str]] = [
         (speculator, "propose"),
-        (v2.Drafting, "begin"),
-        (v2.Drafting, "fill"),
-        (v2.VariableLengthHandler, "set_draft_tokens"),
-        (v2_verify.CountingRejectionSampler, "__call__"),
-        (v2_requests.RequestTracker, "limit"),
-        (v2_requests.RequestTracker, "count_steps"),
-        (v2_requests.RequestTracker, "put_references_first"),
-        (v2_requests.RequestTracker, "count_drafts"),
+        (Drafting, "begin"),
+        (Drafting, "fill"),
+        (VariableLengthHandler, "set_draft_tokens"),
+        (CountingRejectionSampler, "__call__"),
+        (RequestTracker, "limit"),
+        (RequestTracker, "count_steps"),
+        (RequestTracker, "put_references_first"),
+        (RequestTracker, "count_drafts"),
     ]
     return {name: guard.method(owner, name) for owner, name in methods}
 
 
 @pytest.mark.parametrize("strategy", ["topp", "target_match", "rejection"])
 def test_hybrid_and_verification(strategy: str, guard: Guard, trained: Path, draft: Path) -> None:
-    calls = guard_all(guard, v2._HybridMixin)
-    verifier = v2_verify.StrategyRejectionSampler
-    calls |= {name: guard.method(verifier, name) for name in ("_verify", "_rows_of")}
-    calls |= {name: guard.method(v2_verify.StrategySampler, name) for name in ("sample", "reported")}
+    calls = guard_all(guard, HybridMixin)
+    calls |= {name: guard.method(StrategyRejectionSampler, name) for name in ("_verify", "_draft_rows")}
+    calls |= {name: guard.method(StrategySampler, name) for name in ("sample", "logits_to_report")}
     config = speculative("mtp_ngram_override", draft, verify_strategy=strategy, draft_sample_method="probabilistic")
     with engine(trained, config, logprobs_mode="processed_logprobs") as e:
         tokens(e, FEW[:2], temperature=0.8, top_p=0.9, top_k=20, max_tokens=8)
-    assert bool(calls.pop("_rows_of")) == (strategy == "rejection")
+    assert bool(calls.pop("_draft_rows")) == (strategy == "rejection")
     assert all(calls.values())
 
 
 def test_vllms_verification(guard: Guard, trained: Path, draft: Path) -> None:
-    calls = guard_all(guard, v2._HybridMixin) | {"one_hot": guard.method(v2, "write_one_hot_rows")}
+    calls = guard_all(guard, HybridMixin) | {"one_hot": guard.method(v2_speculator, "write_one_hot_rows")}
     with engine(trained, speculative("mtp_ngram", draft, draft_sample_method="probabilistic")) as e:
         tokens(e, FEW[:2], max_tokens=8)
     assert all(calls.values())
 
 
 def test_ngram(guard: Guard, trained: Path, draft: Path) -> None:
-    calls = guard_all(guard, v2.HistorySpeculator)
+    calls = guard_all(guard, HistorySpeculator)
     with engine(trained, speculative("ngram", draft)) as e:
         tokens(e, FEW[:2], max_tokens=8)
     assert all(calls.values())
@@ -205,12 +208,12 @@ def test_ngram(guard: Guard, trained: Path, draft: Path) -> None:
 
 @pytest.mark.parametrize(
     ("proposer", "speculator"),
-    [("mtp_ngram", v2._HybridMixin), ("suffix", v2.HistorySpeculator), ("naive", v2.HistorySpeculator)],
+    [("mtp_ngram", HybridMixin), ("suffix", HistorySpeculator), ("naive", HistorySpeculator)],
 )
 def test_asynchronous_scheduling(proposer: str, speculator: type, guard: Guard, trained: Path, draft: Path) -> None:
     """References and suffix trees wait in one place alone, for the tokens of the step before."""
-    calls = guard_all(guard, speculator) | {"_take_in": guard.pause(TokenFeed, "_take_in")}
-    calls["end"] = guard.method(v2_requests.RequestTracker, "end")
+    calls = guard_all(guard, speculator) | {"_receive": guard.pause(TokenCopier, "_receive")}
+    calls["end"] = guard.method(RequestTracker, "end")
     with async_engine(trained, config_of(proposer, draft)) as e:
         (text,) = tokens(e, FEW[:1], max_tokens=12)
         extra = [{"sp_advice_prompt_token_ids": text, "sp_edit": 1}, {"spec_tokens": 1}, {}]
@@ -221,7 +224,7 @@ def test_asynchronous_scheduling(proposer: str, speculator: type, guard: Guard, 
 
 def test_suffix_trees_wait_for_the_step_before(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     Event.install(monkeypatch)
-    guarded = [guard.method(TokenFeed, "_send"), guard.method(SuffixFiller, "_continue")]
+    guarded = [guard.method(TokenCopier, "_send"), guard.method(SuffixFiller, "_continue")]
     stand_in = Engine(is_async=True)
     stand_in.add("a", 0, [1, 2, 3, 1, 2, 3])
     for token in (1, 2, 3):
@@ -301,7 +304,7 @@ def test_the_suffix_trees_wait_and_say_so(
 ) -> None:
     """Their tokens have to come to the host: the one place that waits."""
     caplog.set_level(logging.INFO, "vllm.specplus")
-    guard.method(v2.Drafting, "fill")
+    guard.method(Drafting, "fill")
     with (
         engine(trained, speculative("suffix", draft)) as e,
         pytest.raises(AssertionError, match=r"Event.synchronize waits for the device"),

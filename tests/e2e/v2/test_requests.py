@@ -43,7 +43,7 @@ def test_greedy_text_is_the_text_without_speculation(
         assert ask(e, FEW * 2, asking(base[model]), max_tokens=TOKENS) == base[model] * 2
         accepted = check_sums(e)
         tokens(e, FEW[:1], max_tokens=2)
-        assert stats(e)["live"] == {"requests": 0, "references": 0, "kept_counts": 0}
+        assert stats(e)["entries"] == {"requests": 0, "references": 0, "kept_counts": 0}
     assert accepted["reference"] > TOKENS
     assert accepted["unfilled"] == 0
 
@@ -62,7 +62,7 @@ def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, base
 
 
 def test_steps_under_asynchronous_scheduling(trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
-    """A text that is all in the reference takes a step for each window, and one that the scheduler may throw away."""
+    """A text that is all in the reference takes a step for each full width; the scheduler may throw one more away."""
     with async_engine(trained, config_of("naive", draft)) as e:
         assert ask(e, FEW[:1], asking(base[trained])[:1], max_tokens=TOKENS) == base[trained][:1]
         drafted = stats(e)["drafted"]["reference"]
@@ -98,12 +98,12 @@ def test_seeded_text_is_the_text_without_speculation(proposer: str, trained: Pat
         assert check_sums(e)["reference"] > TOKENS
 
 
-def test_window_of_128(trained: Path) -> None:
+def test_width_of_128(trained: Path) -> None:
     with engine(trained, {"method": "naive", "num_speculative_tokens": 128}) as e:
         (text,) = ask(e, FEW[:1], [{"spec_tokens": 0}], max_tokens=150)
         assert e.counts().drafts == 0
         assert ask(e, FEW[:1], [{"sp_advice_prompt_token_ids": text}], max_tokens=150) == [text]
-        # The prompt's step gives a token, a whole window 129, and the rest is in a second one.
+        # The prompt's step gives one token, the first step of drafts 129, and a second one the others.
         assert (e.counts().drafts, e.counts().accepted) == (2, 128 + 20)
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_left_of_vllms_warm_up(
     def held(runner: Any) -> tuple[bool, int, bool]:
         drafting = runner.speculator.drafting
         drafted = any(map(any, drafting.requests.stats()["drafted"].values()))
-        return drafted, drafting._filler._matcher.num_cached_requests, drafting._feed._previous is not None
+        return drafted, drafting._slot_filler._matcher.num_cached_requests, drafting._copier._previous is not None
 
     before = []
     with (
@@ -142,11 +142,11 @@ def test_preempted_requests_go_on_with_their_reference(
         assert check_sums(e)["reference"] > 60
 
 
-def test_steps_without_a_window(trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
+def test_steps_without_slots(trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
     """vLLM may want no drafts of a batch above some size; the host follows the text all the same."""
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 64, 0]]}
     with engine(trained, config_of("ngram", draft, **schedule)) as e:
-        mirror = e.runner.speculator.drafting._feed.mirror
+        mirror = e.runner.speculator.drafting._copier.mirror
         reference = {"sp_advice_prompt_token_ids": base[trained][0], "sp_edit": 1}
         # The second one ends first, and leaves the first alone.
         params = [{"max_tokens": TOKENS, "extra": reference}, {"max_tokens": 8, "extra": {}}]

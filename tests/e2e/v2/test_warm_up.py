@@ -14,7 +14,7 @@ from tests.e2e.v2.engines import FEW, async_engine, tokens
 from tests.e2e.v2.warm_up import warmed_up
 from vllm_specplus.kernels import counts, drafts, ngram
 from vllm_specplus.kernels.verify import launch as verify
-from vllm_specplus.runners.v2 import speculator as v2
+from vllm_specplus.runners.v2 import install
 
 pytestmark = pytest.mark.interpreter
 
@@ -95,10 +95,10 @@ def test_nothing_is_left_of_it(trained: Path, draft: Path) -> None:
     config = config_of("mtp_ngram", draft, verify_strategy="rejection", draft_sample_method="probabilistic")
     with engine(trained, config) as e:
         drafting, states = e.runner.speculator.drafting, e.runner.sampler.sampling_states
-        drafting.window.fill_(7)
+        drafting.draft_tokens.fill_(7)
         before = states.top_p.np.copy()
-        v2.warm_up(e.runner)
+        install.warm_up(e.runner)
         assert (states.top_p.np == before).all()
-        assert drafting.window[0].tolist() == [0] * drafting.window.shape[1]
+        assert drafting.draft_tokens[0].tolist() == [0] * drafting.width
         assert not any(map(any, drafting.requests.stats()["drafted"].values()))
-        assert not drafting.requests._tallies.any()
+        assert not drafting.requests._request_counts.any()

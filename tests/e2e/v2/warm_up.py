@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
-from vllm_specplus.runners.v2 import speculator as v2
+from vllm_specplus.runners.v2 import install
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def warmed_up(look: Callable[[Any], None] = lambda runner: None) -> Iterator[Non
     warm_up = CPUWorker.compile_or_warm_up_model
 
     def with_steps(worker: Any) -> Any:
-        v2.warm_up(worker.model_runner)
+        install.warm_up(worker.model_runner)
         warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
         look(worker.model_runner)
         return warm_up(worker)

@@ -227,15 +227,15 @@ def test_a_requests_counts_are_of_its_reference_alone() -> None:
 def test_counts_wait_for_their_request_to_end_and_to_be_asked_for() -> None:
     steps = Steps()
     nothing = {"requests": 0, "references": 0, "kept_counts": 0}
-    assert steps.tracker.stats()["live"] == nothing
+    assert steps.tracker.stats()["entries"] == nothing
     steps.begin(steps.add("a", TEXT, key="one"), steps.add("b", key="two"))
     steps.end({"a": [5], "b": [5]})
-    assert steps.tracker.stats()["live"] == {"requests": 2, "references": 1, "kept_counts": 2}
+    assert steps.tracker.stats()["entries"] == {"requests": 2, "references": 1, "kept_counts": 2}
     assert steps.tracker.request_stats("two") == {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 0}
     steps.begin(ended=["a", "b", "stranger"])
-    assert steps.tracker.stats()["live"] == nothing | {"kept_counts": 1}
+    assert steps.tracker.stats()["entries"] == nothing | {"kept_counts": 1}
     assert steps.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 0}
-    assert steps.tracker.stats()["live"] == nothing
+    assert steps.tracker.stats()["entries"] == nothing
 
 
 def test_drafts_of_a_request_that_has_ended_are_not_the_next_ones() -> None:
@@ -252,7 +252,7 @@ def test_a_request_that_begins_as_it_ends_runs() -> None:
     steps = Steps()
     steps.begin(steps.add("a", TEXT, key="one"))
     steps.begin(steps.add("a", TEXT, key="one"), ended="a")
-    assert steps.tracker.stats()["live"] == {"requests": 1, "references": 1, "kept_counts": 1}
+    assert steps.tracker.stats()["entries"] == {"requests": 1, "references": 1, "kept_counts": 1}
     assert steps.draft({"a": TEXT[:1]}) == {"a": (TEXT[1:5], 0)}
 
 

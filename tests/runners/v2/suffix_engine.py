@@ -1,4 +1,4 @@
-"""Stand-ins for what `runners.v2_suffix` has of vLLM, on the CPU."""
+"""Stand-ins for what `runners.v2.suffix` has of vLLM, on the CPU."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import SuffixMatcher
-from vllm_specplus.runners.v2.host_tokens import TokenFeed
+from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.runners.v2.suffix import SuffixFiller
 
 MAX_LEN = 96
@@ -39,7 +39,7 @@ class Event:
 
 
 class Engine:
-    """Requests in the places of a Model Runner V2 of `max_num_reqs`, and the filler that drafts for them.
+    """Requests in the places of a Model Runner V2 of `max_num_reqs`, and the slot filler that drafts for them.
 
     Memory that is no request's holds tokens that would match.
     """
@@ -59,21 +59,21 @@ class Engine:
             total_len=SimpleNamespace(gpu=self.total_len),
             req_id_to_index={},
         )
-        self.feed = TokenFeed(config, torch.device("cpu"), self.states, is_async=is_async, keeps_last=is_async)
-        self.filler = SuffixFiller(self.options, self.states, self.feed)
+        self.copier = TokenCopier(config, torch.device("cpu"), self.states, is_async=is_async, keeps_last=is_async)
+        self.slot_filler = SuffixFiller(self.options, self.states, self.copier)
         self.prompt_len: dict[str, int] = {}
 
     @property
     def mirror(self):
-        return self.feed.mirror
+        return self.copier.mirror
 
     @property
     def matched_requests(self) -> set[str]:
         """Requests that have a tree of their own."""
-        return set(self.filler._matcher._cache.active_requests)
+        return set(self.slot_filler._matcher._cache.active_requests)
 
     def matcher(self) -> SuffixMatcher:
-        """A new matcher with the filler's options."""
+        """A new matcher with the slot filler's options."""
         options = self.options
         return SuffixMatcher(
             max_tree_depth=options.suffix_decoding_max_tree_depth,
@@ -110,7 +110,7 @@ class Engine:
     ) -> tuple[list[list[int]], list[int]]:
         """A step in which the requests of `sampled` get these tokens: drafts, and how many of them are the model's.
 
-        A request that gets none is being prefilled. `model` holds the model's drafts; `width` is the window.
+        A request that gets none is being prefilled. `model` holds the model's drafts; `width`: slots of a request.
         """
         width = self.width if width is None else width
         indices = [self.states.req_id_to_index[req_id] for req_id in sampled]
@@ -124,21 +124,21 @@ class Engine:
             idx_mapping_np=np.array(indices, np.intp),
         )
         num_steps = 0 if model is None else len(model[0])
-        window = torch.full((len(sampled), self.width + 1), SENTINEL)
+        slots = torch.full((len(sampled), self.width + 1), SENTINEL)
         if model is not None:
-            window[:, :num_steps] = torch.tensor(model)
+            slots[:, :num_steps] = torch.tensor(model)
         limits = torch.tensor([width * bool(new) for new in sampled.values()], dtype=torch.int32)
-        drafts = window[:, :width]
-        arrival = self.feed.advance(batch, drafts, num_steps, limits)
-        num_drafts, num_model = self.filler.fill(batch, drafts, num_steps, limits, arrival)
-        assert torch.all(window[:, max(width, num_steps) :] == SENTINEL)
+        drafts = slots[:, :width]
+        arrival = self.copier.advance(batch, drafts, num_steps, limits)
+        num_drafts, num_model = self.slot_filler.fill(batch, drafts, num_steps, limits, arrival)
+        assert torch.all(slots[:, max(width, num_steps) :] == SENTINEL)
         assert num_drafts.dtype == num_model.dtype == torch.int32
         if width == 0:
             assert not num_drafts.any()
             assert not num_model.any()
             return [[] for _ in sampled], num_model.tolist()
         lists = []
-        for row, count in zip(window[:, :width].tolist(), num_drafts.tolist(), strict=True):
+        for row, count in zip(slots[:, :width].tolist(), num_drafts.tolist(), strict=True):
             assert count <= width
             assert row[count:] == [-1] * (width - count)
             lists.append(row[:count])

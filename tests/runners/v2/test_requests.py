@@ -15,7 +15,7 @@ from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.runners import live_requests
 from vllm_specplus.runners.v2 import requests as v2_requests
-from vllm_specplus.runners.v2.host_tokens import TokenFeed
+from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.runners.v2.requests import RequestTracker
 
 pytestmark = pytest.mark.interpreter
@@ -34,7 +34,7 @@ def events(monkeypatch):
 
 
 class Engine:
-    """Requests in the places of a Model Runner V2, and what `runners.v2.Drafting` does with their tracker.
+    """Requests in the places of a Model Runner V2, and what `runners.v2.drafting.Drafting` does with their tracker.
 
     Memory that is no request's holds the text that references hold.
     """
@@ -53,10 +53,10 @@ class Engine:
             all_token_ids=SimpleNamespace(gpu=self.token_ids), total_len=SimpleNamespace(gpu=self.total_len)
         )
         cpu = torch.device("cpu")
-        self.feed = TokenFeed(config, cpu, self.states, is_async=is_async, keeps_last=False)
+        self.copier = TokenCopier(config, cpu, self.states, is_async=is_async, keeps_last=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(v2_requests, "get_tp_group", lambda: SimpleNamespace(rank_in_group=rank))
-            self.tracker = RequestTracker(config, cpu, self.states, self.feed)
+            self.tracker = RequestTracker(config, cpu, self.states, self.copier)
         self.num_drafts = torch.zeros(4, dtype=torch.int32)
         self.num_model = torch.zeros(4, dtype=torch.int32)
         self.places: dict[str, int] = {}
@@ -83,9 +83,9 @@ class Engine:
         self.total_len[index] = len(known)
         self.tracker.begin(req_id, index)
         if self.tracker.has_reference(index):
-            self.feed.mirror.add(index, self.prompt_len[req_id], known)
+            self.copier.mirror.add(index, self.prompt_len[req_id], known)
         else:
-            self.feed.mirror.leave(index)
+            self.copier.mirror.skip(index)
 
     def end(self, req_id: str) -> None:
         self.schedule(ended=[req_id])
@@ -140,7 +140,7 @@ class Engine:
         lists = [(made or {}).get(req_id, ([], 0)) for req_id in sampled]
         drafts = torch.tensor([(tokens + [-1] * width)[:width] for tokens, _ in lists]).reshape(len(lists), width)
         if tracker.references(batch):
-            self.feed.advance(batch, drafts, 0, max_drafts)
+            self.copier.advance(batch, drafts, 0, max_drafts)
         num_drafts, num_model = tracker.put_references_first(
             batch,
             drafts,
@@ -358,7 +358,7 @@ def test_a_request_that_begins_as_it_ends_runs():
     engine = Engine()
     engine.add("a", 1, TEXT, key="one")
     engine.schedule(new_request("a", TEXT, key="one"), ended=["a"])
-    assert engine.tracker.stats()["live"] == {"requests": 1, "references": 1, "kept_counts": 1}
+    assert engine.tracker.stats()["entries"] == {"requests": 1, "references": 1, "kept_counts": 1}
 
 
 def test_requests_of_one_key_are_counted_together():
@@ -371,21 +371,21 @@ def test_requests_of_one_key_are_counted_together():
     expected = {"num_requests": 2, "num_steps": 4, "accepted": 1, "rejected": 2}
     assert engine.tracker.request_stats("one") == expected
     engine.end("b")
-    assert engine.tracker.stats()["live"] == {"requests": 0, "references": 0, "kept_counts": 0}
+    assert engine.tracker.stats()["entries"] == {"requests": 0, "references": 0, "kept_counts": 0}
 
 
 def test_counts_wait_for_their_request_to_end_and_to_be_asked_for():
     engine = Engine()
     nothing = {"requests": 0, "references": 0, "kept_counts": 0}
-    assert engine.tracker.stats()["live"] == nothing
+    assert engine.tracker.stats()["entries"] == nothing
     engine.add("a", 0, TEXT, key="one")
     engine.add("b", 1, max_drafts=1)
-    assert engine.tracker.stats()["live"] == {"requests": 2, "references": 1, "kept_counts": 1}
+    assert engine.tracker.stats()["entries"] == {"requests": 2, "references": 1, "kept_counts": 1}
     engine.end("b")
     engine.end("a")
-    assert engine.tracker.stats()["live"] == nothing | {"kept_counts": 1}
+    assert engine.tracker.stats()["entries"] == nothing | {"kept_counts": 1}
     assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 0, "accepted": 0, "rejected": 0}
-    assert engine.tracker.stats()["live"] == nothing
+    assert engine.tracker.stats()["entries"] == nothing
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,7 +8,7 @@ from vllm_specplus.proposers import HybridDrafter
 
 pytest.importorskip("arctic_inference")
 from tests.runners.v2.suffix_engine import MAX_LEN, Engine, Event
-from vllm_specplus.runners.v2.host_tokens import HostTokens
+from vllm_specplus.runners.v2.host_tokens import TokenMirror
 
 PERIOD = [3, 8, 5, 9, 4, 7, 6]
 
@@ -19,7 +19,7 @@ def events(monkeypatch):
 
 
 def test_host_tokens_grow_at_their_end():
-    tokens = HostTokens(3, 16)
+    tokens = TokenMirror(3, 16)
     tokens.add(1, 2, [5, 6, 7])
     assert tokens.num_tokens.tolist() == [0, 3, 0]
     assert tokens.num_prompt_tokens.tolist() == [0, 2, 0]
@@ -30,7 +30,7 @@ def test_host_tokens_grow_at_their_end():
 
 
 def test_host_tokens_tell_a_request_from_the_next():
-    tokens = HostTokens(2, 16)
+    tokens = TokenMirror(2, 16)
     tokens.add(0, 3, [5, 6, 7])
     before = tokens.generation.copy()
     tokens.extend(0, 4, np.array([8]))
@@ -123,7 +123,7 @@ def test_a_step_without_drafts_takes_the_tokens_in():
     assert engine.step({"a": PERIOD[:2]}) == ([PERIOD[2:6]], [0])
 
 
-def test_the_window_may_be_narrower_than_it_was():
+def test_a_step_may_be_less_wide_than_the_last():
     engine = Engine()
     engine.add("a", 0, PERIOD * 2)
     assert engine.step({"a": PERIOD[:1]}, width=2) == ([PERIOD[1:3]], [0])

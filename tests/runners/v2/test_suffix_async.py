@@ -184,7 +184,7 @@ def test_a_step_without_drafts_takes_the_tokens_in():
     assert engine.mirrored("a") == PERIOD * 2 + PERIOD[:6]
 
 
-def test_the_window_may_be_narrower_than_it_was():
+def test_a_step_may_be_less_wide_than_the_last():
     engine = Engine(is_async=True)
     engine.add("a", 0, PERIOD * 2)
     engine.step({"a": PERIOD[:4]})

@@ -20,79 +20,87 @@ class RequestTracker:
     def __init__(self, runner: Any):
         options: SpecPlusOptions = runner.speculative_config.specplus
         width = max(options.num_speculative_tokens, 1)
-        self.live = LiveRequests(options, runner.model_config, warns=get_tp_group().rank_in_group == 0)
+        self.live_requests = LiveRequests(options, runner.model_config, warns=get_tp_group().rank_in_group == 0)
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
         self._counts = np.zeros((2, len(SOURCES), width), np.int64)
-        # Of each request's last drafts: how many were the model's, and the source of the others.
-        self._made: dict[str, tuple[int, int]] = {}
-        # Of each request of the step that runs: the same, and how many drafts are verified.
-        self._verified: dict[str, tuple[int, int, int]] = {}
+        # By request, of its last drafts: how many were the model's, and the source of the others.
+        self._last_drafts: dict[str, tuple[int, int]] = {}
+        # By request of the step that runs: the same two, and how many drafts are verified.
+        self._drafts_in_step: dict[str, tuple[int, int, int]] = {}
 
     def limits(self, req_ids: Sequence[str], width: int) -> np.ndarray:
         """[B] int64: the drafts that each request allows in a step, at most `width`."""
-        return limits(self.live, req_ids, width)
+        return limits(self.live_requests, req_ids, width)
 
     def put_references_first(self, history: History, room: np.ndarray, drafts: Drafts) -> None:
-        """Replace drafts by those of the requests' references where they say how the output goes on.
+        """Replace a request's drafts with those of its reference where the reference tells how the output goes on.
 
         Args:
             history: the batch of B requests.
-            room: [B] int, the most drafts of each.
+            room: [B] int, the most drafts of each request.
             drafts: of the batch, changed in place.
         """
         for i, req_id in enumerate(history.req_ids):
             source = self._history_source
-            asked = self.live.get(req_id)
-            if asked is not None and asked.reference is not None and room[i] > 0:
+            request = self.live_requests.get(req_id)
+            if request is not None and request.reference is not None and room[i] > 0:
                 output = history.tokens(i)[history.num_prompt_tokens[i] :]
-                found = asked.reference.draft(output, int(room[i]))
-                # What nothing speaks for is better than no drafts only.
-                if len(found) and not (asked.reference.is_guess and drafts.token_ids[i]):
+                found = request.reference.draft(output, int(room[i]))
+                # A guess that no output token supports is used only if the request would have no drafts otherwise.
+                if len(found) and not (request.reference.is_guess and drafts.token_ids[i]):
                     drafts.token_ids[i], drafts.num_model[i] = found.tolist(), 0
                     source = REFERENCE
-            self._made[req_id] = int(drafts.num_model[i]), source
+            self._last_drafts[req_id] = int(drafts.num_model[i]), source
 
     def before_step(self, scheduler_output: Any) -> None:
-        """A step begins."""
+        """Take note of the requests that begin and end with a step, and of the drafts that it verifies.
+
+        Args:
+            scheduler_output: vLLM's ``SchedulerOutput``.
+        """
         ended, new = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
-        self.live.finish(ended)
-        self.live.begin(new)
+        self.live_requests.finish(ended)
+        self.live_requests.begin(new)
         # A session goes on under its id without having ended.
         begun = {request.req_id for request in new}
         for req_id in ended | begun | (scheduler_output.preempted_req_ids or set()):
-            self._made.pop(req_id, None)
+            self._last_drafts.pop(req_id, None)
         invalid = scheduler_output.num_invalid_spec_tokens or {}
         # vLLM pads the first step of a request that has one token left to compute.
         padding = (0, UNFILLED)
-        self._verified = {
-            req_id: (*self._made.get(req_id, padding), len(drafts) - invalid.get(req_id, 0))
+        self._drafts_in_step = {
+            req_id: (*self._last_drafts.get(req_id, padding), len(drafts) - invalid.get(req_id, 0))
             for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items()
         }
 
     def after_step(self, output: Any) -> None:
-        """A step has given its tokens: vLLM's ``ModelRunnerOutput``."""
+        """Count what became of a step's drafts.
+
+        Args:
+            output: vLLM's ``ModelRunnerOutput``.
+        """
         nothing = (0, UNFILLED, 0)
         rows = [
-            (*self._verified.get(req_id, nothing), len(tokens) - 1, req_id)
+            (*self._drafts_in_step.get(req_id, nothing), len(tokens) - 1, req_id)
             for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
             if tokens
         ]
         if not rows:
             return
         *columns, req_ids = zip(*rows, strict=True)
-        num_model, rest, drafted, accepted = np.array(columns)
-        count_step(self._counts, num_model, rest, drafted, accepted)
-        for i, req_id in enumerate(req_ids if len(self.live) else ()):
-            asked = self.live.get(req_id)
-            if asked is not None and asked.key is not None:
-                is_reference = rest[i] == REFERENCE
+        num_model, fill_source, drafted, accepted = np.array(columns)
+        count_step(self._counts, num_model, fill_source, drafted, accepted)
+        for i, req_id in enumerate(req_ids if len(self.live_requests) else ()):
+            request = self.live_requests.get(req_id)
+            if request is not None and request.key is not None:
+                is_reference = fill_source[i] == REFERENCE
                 part = np.array([1, drafted[i] * is_reference, accepted[i] * is_reference])
-                self.live.counts.add(asked.key, part)
+                self.live_requests.counts.add(request.key, part)
 
     def stats(self) -> dict[str, Any]:
-        """All counts, and how much is held."""
-        return by_source(self._counts) | {"live": self.live.sizes()}
+        """Counts by source and position, and the number of entries."""
+        return by_source(self._counts) | {"entries": self.live_requests.sizes()}
 
     def request_stats(self, key: str) -> dict[str, int] | None:
-        """See ``RequestCounts.collect``."""
-        return self.live.counts.collect(key)
+        """Collect the counts of one key, once: see ``RequestCounts.collect``."""
+        return self.live_requests.counts.collect(key)

@@ -1,6 +1,6 @@
-"""Verification on vLLM's V1 model runner: its samplers, with another way of choosing tokens.
+"""Verification on vLLM's V1 model runner: vLLM's samplers, with another way of choosing tokens.
 
-Penalties, bad words, masks and logprobs stay vLLM's; only the step from processed logits to tokens is replaced.
+Penalties, bad words, masks and logprobs stay vLLM's. Only the step from processed logits to tokens is replaced.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from vllm_specplus.verify import verify_draft_tokens
 
 
 class _Verifier:
-    """Calls ``verify_draft_tokens`` with what vLLM's V1 runner knows of the batch."""
+    """Calls ``verify_draft_tokens`` with the arguments that vLLM's V1 runner has for the batch."""
 
     def __init__(self, runner: Any):
         options: SpecPlusOptions = runner.speculative_config.specplus
@@ -25,8 +25,8 @@ class _Verifier:
         self._runner = runner
         self._strategy = options.verify_strategy
         self._policy = options.accept_policy
-        self._window = options.verify_window
-        self._max_candidates = options.max_candidate_len
+        self._verify_window = options.verify_window
+        self._max_candidate_len = options.max_candidate_len
 
     def __call__(
         self,
@@ -44,10 +44,11 @@ class _Verifier:
             logits: [num_rows, vocab] float32, processed, before temperature.
             cu_num_rows: [num_reqs + 1] int32.
             drafts: [num_rows] int64, -1 on bonus rows.
-            logits_indices: [num_rows] int, where each row's token stands in the batch of this step.
+            logits_indices: [num_rows] int, the place of each row's token in the batch of this step.
             max_rows: rows of the longest request.
             metadata: vLLM's sampling metadata.
-            draft_probs: [num_rows, vocab] float32, what the drafts were sampled from, if they were.
+            draft_probs: [num_rows, vocab] float32, the distributions that the drafts were sampled from; None if they
+                were not sampled.
 
         Returns:
             [num_reqs, max_rows] int64 tokens, -1 after each request's last.
@@ -59,7 +60,7 @@ class _Verifier:
         positions = self._runner._get_positions(logits_indices)
         draft_logits = None
         if draft_probs is not None and self._strategy == "rejection":
-            # What gives these probabilities once it is divided by the temperature.
+            # Logits that give these probabilities once they are divided by the temperature.
             requests = torch.arange(num_reqs, device=logits.device)
             requests = requests.repeat_interleave(cu_num_rows.diff(), output_size=logits.shape[0])
             draft_logits = draft_probs.log() * temperature[requests, None]
@@ -75,20 +76,21 @@ class _Verifier:
             positions=(positions[0] if positions.dim() == 2 else positions).long(),
             strategy=self._strategy,
             policy=self._policy,
-            verify_window=self._window,
-            max_candidate_len=self._max_candidates,
+            verify_window=self._verify_window,
+            max_candidate_len=self._max_candidate_len,
             max_rows=max_rows,
             draft_logits=draft_logits,
         ).token_ids
 
     @staticmethod
     def _seeds(generators: dict[int, torch.Generator], num_reqs: int, device: torch.device) -> torch.Tensor:
-        """[num_reqs] int64: the request's own seed where it has one, else a fresh one each step."""
+        """[num_reqs] int64: a request's own seed if it has one, else a new one in each step."""
         seeds = torch.randint(2**62, (num_reqs,), device=device)
-        if given := {i: g.initial_seed() for i, g in generators.items() if i < num_reqs}:
-            index = torch.tensor(list(given), device=device)
-            # torch's seeds are unsigned 64-bit numbers, the tensor's are signed.
-            values = [s - (s >> 63 << 64) for s in given.values()]
+        own_seeds = {i: g.initial_seed() for i, g in generators.items() if i < num_reqs}
+        if own_seeds:
+            index = torch.tensor(list(own_seeds), device=device)
+            # torch's seeds are unsigned 64-bit numbers; the tensor's are signed.
+            values = [s - (s >> 63 << 64) for s in own_seeds.values()]
             seeds[index] = torch.tensor(values, device=device)
         return seeds
 
@@ -96,14 +98,19 @@ class _Verifier:
 class StrategySampler(Sampler):
     """Samples rows that have no draft by the strategy's own rule and noise."""
 
-    def bind(self, runner: Any) -> None:
+    def set_runner(self, runner: Any) -> None:
+        """Set the runner whose batches are sampled."""
         self._runner = runner
         self._verifier = _Verifier(runner)
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As vLLM's: [num_reqs] tokens, and processed logprobs where the engine's mode asks for them."""
+        """Sample by the plugin's strategy; arguments are those of vLLM's method.
+
+        Returns:
+            [num_reqs] int64 tokens, and processed logprobs where the engine's mode asks for them.
+        """
         num_reqs = logits.shape[0]
         rows = torch.arange(num_reqs + 1, dtype=torch.int32, device=logits.device)
         starts = self._runner.query_start_loc.gpu[: num_reqs + 1]
@@ -124,7 +131,8 @@ class StrategySampler(Sampler):
 class StrategyRejectionSampler(RejectionSampler):
     """Verifies drafts by the plugin's strategy and policy."""
 
-    def bind(self, runner: Any) -> None:
+    def set_runner(self, runner: Any) -> None:
+        """Set the runner whose batches are sampled."""
         self._runner = runner
         self._verifier = _Verifier(runner)
 
@@ -135,13 +143,16 @@ class StrategyRejectionSampler(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: Any,
     ) -> SamplerOutput:
-        """As vLLM's; of the strategies only `rejection` uses ``draft_probs``, the others take drafts as one-hot."""
+        """Verify by the plugin's strategy; arguments and result are those of vLLM's method.
+
+        Only strategy `rejection` uses ``draft_probs``; the others take drafts as one-hot.
+        """
         draft_rows, bonus_rows = metadata.target_logits_indices, metadata.bonus_logits_indices
         raw_bonus = logits[bonus_rows].to(torch.float32)
         raw_target = logits[draft_rows].to(torch.float32)
         bonus, target = raw_bonus, raw_target
         if sampling_metadata.max_num_logprobs is not None and not self.is_processed_logprobs_mode:
-            # The processors change what they are given, and the logprobs are those of the raw logits.
+            # The processors work in place, and the logprobs are of the raw logits.
             bonus, target = bonus.clone(), target.clone()
         bonus = self.sampler.apply_logits_processors(bonus, sampling_metadata, predict_bonus_token=True)
         target = self.apply_logits_processors(target, sampling_metadata, metadata)
@@ -150,7 +161,7 @@ class StrategyRejectionSampler(RejectionSampler):
         processed[draft_rows] = target
         processed[bonus_rows] = bonus
         drafts = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
-        if not self._runner.specplus_fillers:
+        if not self._runner.specplus_is_padding:
             drafts[draft_rows] = metadata.draft_token_ids.long()
         cu_num_rows = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
         row_probs = None
@@ -178,9 +189,9 @@ class StrategyRejectionSampler(RejectionSampler):
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
     def _processed_target(self, logits: torch.Tensor, metadata: Any, sampling_metadata: Any) -> torch.Tensor:
-        """[num_drafts, vocab] the draft rows as vLLM's own sampler would have sampled from them.
+        """[num_drafts, vocab] float32: the draft rows as vLLM's own sampler would have sampled from them.
 
-        Not by vLLM's ``apply_sampling_constraints``: on a CPU it goes by parameters that nothing wrote.
+        vLLM's ``apply_sampling_constraints`` is avoided: on a CPU it reads parameters that nothing wrote.
         """
         if sampling_metadata.all_greedy:
             return logits
@@ -194,7 +205,7 @@ class StrategyRejectionSampler(RejectionSampler):
         return apply_top_k_top_p(scaled, top_k, top_p)
 
     def _processed_bonus(self, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
-        """[num_reqs, vocab] the bonus rows as vLLM's own sampler would have sampled from them."""
+        """[num_reqs, vocab] float32: the bonus rows as vLLM's own sampler would have sampled from them."""
         output = self.sampler(
             logits=logits,
             sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1),

@@ -1,7 +1,7 @@
 """The requests' tokens on the host, on Model Runner V2, which has them on the device.
 
-With synchronous scheduling a step waits for its own tokens. With asynchronous scheduling it waits for those of the step
-before only, which the device has done by then or is about to do, while this step's work is already queued.
+With synchronous scheduling a step waits for its own tokens. With asynchronous scheduling it waits only for those of the
+step before. The device has made these by then or is about to, while this step's work is already queued.
 """
 
 from dataclasses import dataclass
@@ -12,34 +12,39 @@ import numpy as np
 import torch
 
 
-class HostTokens:
-    """The tokens of requests on the host, by request state, as far as they have been copied.
+class TokenMirror:
+    """The host's copy of the requests' tokens, by request state, as far as they have come.
 
-    Memory is taken as rows are written. `keeps_last`: also those of the request that had a place before.
+    The operating system gives memory only to rows that are written.
+
+    Args:
+        max_num_reqs: request states.
+        max_model_len: the longest request, in tokens.
+        keeps_last: whether to keep also the tokens of the request that had a place before.
     """
 
     def __init__(self, max_num_reqs: int, max_model_len: int, keeps_last: bool = False):
         self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_reqs, np.int64)
         self.num_prompt_tokens = np.zeros(max_num_reqs, np.int64)
-        # Tells a request from the next one that has the same place.
+        # Tells a request from the next one in the same place.
         self.generation = np.zeros(max_num_reqs, np.int64)
         self.is_followed = np.zeros(max_num_reqs, bool)
         self._keeps_last = keeps_last
         self._before: dict[int, tuple[int, np.ndarray, int]] = {}
 
     def add(self, index: int, prompt_len: int, token_ids: list[int]) -> None:
-        """A request begins, or goes on after it was preempted."""
+        """Copy the tokens of a request that begins, or that goes on after it was preempted."""
         if self._keeps_last and self.generation[index]:
-            self._before[index] = (int(self.generation[index]), *self._of(index))
+            self._before[index] = (int(self.generation[index]), *self._copy(index))
         self.token_ids[index, : len(token_ids)] = token_ids
         self.num_tokens[index] = len(token_ids)
         self.num_prompt_tokens[index] = prompt_len
         self.generation[index] += 1
         self.is_followed[index] = True
 
-    def leave(self, index: int) -> None:
-        """A request begins whose tokens are not wanted."""
+    def skip(self, index: int) -> None:
+        """Take note that a request begins whose tokens are not needed."""
         self.generation[index] += 1
         self.is_followed[index] = False
 
@@ -48,17 +53,17 @@ class HostTokens:
         return self.token_ids[index, self.num_prompt_tokens[index] : self.num_tokens[index]]
 
     def find(self, index: int, generation: int) -> tuple[np.ndarray, int] | None:
-        """[n] int32 tokens of the request that has the place, or had it before, and how many are its prompt's."""
+        """[n] int32 tokens of the request that has or had the place, and how many are its prompt's; None if unknown."""
         if self.generation[index] == generation:
-            return self._of(index)
+            return self._copy(index)
         before, token_ids, prompt_len = self._before.get(index, (-1, np.empty(0, np.int32), 0))
         return (token_ids, prompt_len) if before == generation else None
 
-    def _of(self, index: int) -> tuple[np.ndarray, int]:
+    def _copy(self, index: int) -> tuple[np.ndarray, int]:
         return self.token_ids[index, : self.num_tokens[index]].copy(), int(self.num_prompt_tokens[index])
 
     def extend(self, index: int, num_tokens: int, latest: np.ndarray) -> None:
-        """The latest tokens of a request, and how many it has with them."""
+        """Add a request's latest tokens ([m] int32), with which it has `num_tokens`."""
         self.token_ids[index, num_tokens - len(latest) : num_tokens] = latest
         self.num_tokens[index] = num_tokens
 
@@ -70,22 +75,30 @@ class Arrival:
     req_ids: list[str]  # B
     indices: np.ndarray  # [B] request states
     generation: np.ndarray  # [B]
-    on_host: torch.Tensor  # [B, 3 + K + num_steps] int32, as `rows`
-    done: Any  # event
+    on_host: torch.Tensor  # [B, 3 + K + num_steps] int32, see `rows`
+    done: Any  # torch.cuda.Event
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """[B, 3 + K + num_steps] int32: length, limit, latest tokens (newest first), model's drafts; waits for them."""
+        """[B, 3 + K + num_steps] int32; waits for the copy.
+
+        The columns: length, most drafts, the K + 1 latest tokens (newest first), the model's drafts.
+        """
         self.done.synchronize()
         return self.on_host.numpy()
 
 
-class TokenFeed:
-    """Brings each step's tokens to the host."""
+class TokenCopier:
+    """Copies each step's tokens to the host.
+
+    Attributes:
+        is_async: whether scheduling is asynchronous, so that tokens come one step later.
+        mirror: the tokens that have come.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, *, is_async: bool, keeps_last: bool):
         self.is_async = is_async
-        self.mirror = HostTokens(
+        self.mirror = TokenMirror(
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.model_config.max_model_len,
             keeps_last=keeps_last,
@@ -104,29 +117,31 @@ class TokenFeed:
         Args:
             input_batch: vLLM's.
             drafts: [B, K] int64, the model's drafts in its first `num_steps` columns.
-            max_drafts: [B] int32, the longest list that each request may get.
+            num_steps: drafts that the model made for each request.
+            max_drafts: [B] int32, the most drafts of each request.
 
         Returns:
-            What has come: this step's, or the one's before with asynchronous scheduling, of which the first has none.
+            The tokens that were due: this step's, or those of the step before with asynchronous scheduling. Its first
+            step has None.
         """
         due: Arrival | None = self._send(input_batch, drafts, num_steps, max_drafts)
         if self.is_async:
             due, self._previous = self._previous, due
         if due is not None:
-            self._take_in(due)
+            self._receive(due)
         return due
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget the tokens that are on their way; no request runs."""
         self._previous = None
 
     @property
     def reach(self) -> int:
-        """Tokens to predict, from those on the host on, so that a window of drafts is left when a step's have come."""
+        """How many tokens to predict past those on the host, so that K drafts are left when a step's tokens come."""
         return 2 * self._width + 1 if self.is_async else self._width
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A copy on the device, without waiting."""
+        """Copy an array to the device without waiting."""
         tensor = torch.from_numpy(array)
         if self._pins:
             tensor = tensor.pin_memory()
@@ -135,7 +150,7 @@ class TokenFeed:
     def _send(self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor) -> Arrival:
         states, idx_mapping = self._req_states, input_batch.idx_mapping
         lengths = states.total_len.gpu[idx_mapping]
-        # A request gets one token more than it has drafts, at most.
+        # A request gets at most one token more than it has drafts.
         back = torch.arange(self._width + 1, dtype=torch.int32, device=self._device)
         at = (lengths[:, None] - 1 - back).clamp_(min=0).long()
         latest = states.all_token_ids.gpu[idx_mapping[:, None], at]
@@ -143,13 +158,13 @@ class TokenFeed:
         on_device = torch.cat(columns, dim=1)
         rows = torch.empty(on_device.shape, dtype=torch.int32, pin_memory=self._pins)
         rows.copy_(on_device, non_blocking=True)
-        # One that sleeps while it waits.
+        # A blocking event sleeps while it waits.
         done = torch.cuda.Event(blocking=True)
         done.record()
         indices = input_batch.idx_mapping_np
         return Arrival(input_batch.req_ids, indices, self.mirror.generation[indices], rows, done)
 
-    def _take_in(self, arrival: Arrival) -> None:
+    def _receive(self, arrival: Arrival) -> None:
         rows, mirror, indices = arrival.rows, self.mirror, arrival.indices
         num_new = rows[:, 0] - mirror.num_tokens[indices]
         is_same = mirror.generation[indices] == arrival.generation

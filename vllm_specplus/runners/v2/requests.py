@@ -1,7 +1,7 @@
 """What single requests ask for, and who drafted what, on Model Runner V2.
 
-References are on the host, so a step with one among its requests waits as the suffix trees do (`v2_host`), and their
-drafts come the same way: predicted from the tokens that are there, continued on the device.
+References are on the host, so a step waits as for suffix trees if one of its requests has a reference (see
+`host_tokens`). Their drafts come in the same way: the host predicts from the tokens that it has, the device continues.
 """
 
 from typing import Any
@@ -14,38 +14,42 @@ from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels.counts import count_drafts
 from vllm_specplus.kernels.drafts import continue_predictions
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests, limits
-from vllm_specplus.runners.v2.host_tokens import TokenFeed
+from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source
 
 
 class RequestTracker:
     """Follows the requests of a runner from step to step; drafting and verification ask it, the worker tells it."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, feed: TokenFeed):
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, copier: TokenCopier):
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._width = vllm_config.speculative_config.num_speculative_tokens
         self._req_states = req_states
-        self._feed = feed
+        self._copier = copier
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
-        self.live = LiveRequests(options, vllm_config.model_config, warns=get_tp_group().rank_in_group == 0)
-        self._asked: dict[int, LiveRequest] = {}  # by request state
+        self.live_requests = LiveRequests(options, vllm_config.model_config, warns=get_tp_group().rank_in_group == 0)
+        self._requests_by_state: dict[int, LiveRequest] = {}
         # By request state: the source of drafts that are not the model's.
-        self._rest = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
+        self._fill_source = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2, len(SOURCES), self._width, dtype=torch.int64, device=device)
         # By request state: steps that gave tokens, drafts of the reference, those accepted.
-        self._tallies = torch.zeros(max_num_reqs, 3, dtype=torch.int64, device=device)
+        self._request_counts = torch.zeros(max_num_reqs, 3, dtype=torch.int64, device=device)
 
     def before_step(self, scheduler_output: Any) -> None:
-        """A step begins."""
-        self.live.finish(scheduler_output.finished_req_ids)
-        self.live.begin(scheduler_output.scheduled_new_reqs)
+        """Take note of the requests that begin and end with a step.
+
+        Args:
+            scheduler_output: vLLM's ``SchedulerOutput``.
+        """
+        self.live_requests.finish(scheduler_output.finished_req_ids)
+        self.live_requests.begin(scheduler_output.scheduled_new_reqs)
 
     def after_step(self, output: Any) -> None:
-        """Nothing: the device counts."""
+        """Do nothing: the device counts."""
 
     def warm_up(self, drafts: torch.Tensor, num_drafts: torch.Tensor, num_model: torch.Tensor) -> None:
-        """Launch once what only requests with a reference and those with a grammar need; no request runs.
+        """Launch once the kernels that only requests with a reference or a grammar need; no request runs.
 
         Args:
             drafts: [1, K] int64, overwritten.
@@ -58,7 +62,7 @@ class RequestTracker:
             self._req_states.total_len.gpu,
             idx_mapping,
             drafts,
-            none.new_zeros(1, self._feed.reach),
+            none.new_zeros(1, self._copier.reach),
             none,
             none,
             none,
@@ -68,61 +72,62 @@ class RequestTracker:
         drafts.zero_()
         count_drafts(
             self._counts,
-            self._tallies,
+            self._request_counts,
             none,
             none.new_zeros(2),
             idx_mapping,
             num_drafts,
             num_model,
-            self._rest,
+            self._fill_source,
             none.new_zeros(2, dtype=torch.bool),
         )
 
-    def forget(self) -> None:
-        """Forget what was counted; no request runs."""
+    def reset(self) -> None:
+        """Clear the counts by source and position; no request runs."""
         self._counts.zero_()
 
     def begin(self, req_id: str, index: int) -> None:
-        """A request takes its place among the request states."""
-        asked = self.live.get(req_id)
-        if asked is not None:
-            self._asked[index] = asked
-            self._tallies[index].zero_()
+        """Take note of a request that takes a place among the request states."""
+        request = self.live_requests.get(req_id)
+        if request is not None:
+            self._requests_by_state[index] = request
+            self._request_counts[index].zero_()
 
     def end(self, index: int) -> None:
-        """A request leaves its place, at its end or because it is preempted."""
-        asked = self._asked.pop(index, None)
-        if asked is None:
+        """Take note of a request that leaves its place, at its end or because it is preempted."""
+        request = self._requests_by_state.pop(index, None)
+        if request is None:
             return
-        self._rest[index].fill_(self._history_source)
-        if asked.key is not None:
-            self.live.counts.add_later(asked.key, self._tallies[index].clone())
+        self._fill_source[index].fill_(self._history_source)
+        if request.key is not None:
+            self.live_requests.counts.add_later(request.key, self._request_counts[index].clone())
 
     def has_reference(self, index: int) -> bool:
         """Whether the request of a place has a reference."""
-        return index in self._asked and self._asked[index].reference is not None
+        return index in self._requests_by_state and self._requests_by_state[index].reference is not None
 
     def references(self, input_batch: Any) -> dict[int, LiveRequest]:
-        """The requests of the batch that have a reference, by their place in the batch."""
-        if not self._asked:
+        """The requests of the batch that have a reference, by their row in the batch."""
+        if not self._requests_by_state:
             return {}
         indices = input_batch.idx_mapping_np.tolist()
-        return {i: self._asked[index] for i, index in enumerate(indices) if self.has_reference(index)}
+        return {i: self._requests_by_state[index] for i, index in enumerate(indices) if self.has_reference(index)}
 
     def limit(self, input_batch: Any, max_drafts: torch.Tensor) -> torch.Tensor:
         """[B] int32: `max_drafts`, or less where a request allows no more."""
-        if not self._asked:
+        if not self._requests_by_state:
             return max_drafts
-        allowed = limits(self.live, input_batch.req_ids, self._width)
+        allowed = limits(self.live_requests, input_batch.req_ids, self._width)
         if np.all(allowed == self._width):
             return max_drafts
-        return torch.minimum(max_drafts, self._feed.to_device(allowed.astype(np.int32)))
+        return torch.minimum(max_drafts, self._copier.to_device(allowed.astype(np.int32)))
 
     def count_steps(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
         """Count the step for the requests that got tokens in it; `num_sampled`: [B] int32."""
-        if self._asked:
+        if self._requests_by_state:
             idx_mapping = input_batch.idx_mapping
-            self._tallies[:, 0].index_add_(0, idx_mapping, (num_sampled[: len(idx_mapping)] > 0).to(torch.int64))
+            got_tokens = (num_sampled[: len(idx_mapping)] > 0).to(torch.int64)
+            self._request_counts[:, 0].index_add_(0, idx_mapping, got_tokens)
 
     def put_references_first(
         self,
@@ -132,13 +137,13 @@ class RequestTracker:
         num_model: torch.Tensor,
         max_drafts: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replace drafts by those of the requests' references where they say how the output goes on.
+        """Replace a request's drafts with those of its reference where the reference tells how the output goes on.
 
         Args:
             input_batch: vLLM's.
             drafts: [B, K] int64, changed in place.
             num_drafts, num_model: [B] int32.
-            max_drafts: [B] int32, the longest list each request may get.
+            max_drafts: [B] int32, the most drafts of each request.
 
         Returns:
             The new `num_drafts` and `num_model`.
@@ -148,16 +153,16 @@ class RequestTracker:
         if not referenced or drafts.shape[1] == 0:
             return num_drafts, num_model
 
-        indices, mirror, to_device = input_batch.idx_mapping_np, self._feed.mirror, self._feed.to_device
-        predicted = np.full((len(indices), self._feed.reach), -1, np.int32)
+        indices, mirror, to_device = input_batch.idx_mapping_np, self._copier.mirror, self._copier.to_device
+        predicted = np.full((len(indices), self._copier.reach), -1, np.int32)
         num_predicted = np.zeros(len(indices), np.int32)
         is_guess = np.zeros(len(indices), bool)
-        for i, asked in referenced.items():
-            assert asked.reference is not None
-            found = asked.reference.draft(mirror.output(indices[i]), self._feed.reach)
+        for i, request in referenced.items():
+            assert request.reference is not None
+            found = request.reference.draft(mirror.output(indices[i]), self._copier.reach)
             predicted[i, : len(found)] = found
             num_predicted[i] = len(found)
-            is_guess[i] = asked.reference.is_guess
+            is_guess[i] = request.reference.is_guess
         base_len = to_device(mirror.num_tokens[indices].astype(np.int32))
         continued = torch.empty_like(drafts)
         num_continued, none = continue_predictions(
@@ -172,11 +177,12 @@ class RequestTracker:
             num_model_steps=0,
             max_drafts=max_drafts,
         )
-        # What nothing speaks for, no token that has come since either, is better than no drafts only.
+        # A guess that no output token supports, not even the newest, is used only when the request would otherwise
+        # have no drafts.
         is_blind = to_device(is_guess) & (self._req_states.total_len.gpu[idx_mapping] == base_len) & (num_drafts > 0)
         is_first = (num_continued > 0) & ~is_blind
         drafts.copy_(torch.where(is_first[:, None], continued, drafts))
-        self._rest[idx_mapping] = torch.where(is_first, REFERENCE, self._history_source).to(torch.int32)
+        self._fill_source[idx_mapping] = torch.where(is_first, REFERENCE, self._history_source).to(torch.int32)
         return torch.where(is_first, num_continued, num_drafts), torch.where(is_first, none, num_model)
 
     def count_drafts(
@@ -197,21 +203,21 @@ class RequestTracker:
         """
         count_drafts(
             self._counts,
-            self._tallies,
+            self._request_counts,
             num_sampled,
             input_batch.cu_num_logits,
             input_batch.idx_mapping,
             num_drafts,
             num_model,
-            self._rest,
+            self._fill_source,
             invalid,
         )
 
     def stats(self) -> dict[str, Any]:
-        """All counts, and how much is held; waits for the device."""
-        return by_source(self._counts.cpu().numpy()) | {"live": self.live.sizes()}
+        """Counts by source and position, and the number of entries; waits for the device."""
+        return by_source(self._counts.cpu().numpy()) | {"entries": self.live_requests.sizes()}
 
     def request_stats(self, key: str) -> dict[str, int] | None:
-        """See ``RequestCounts.collect``; waits for the device."""
-        running = [self._tallies[index] for index, asked in self._asked.items() if asked.key == key]
-        return self.live.counts.collect(key, running)
+        """Collect the counts of one key, once: see ``RequestCounts.collect``; waits for the device."""
+        running = [self._request_counts[index] for index, r in self._requests_by_state.items() if r.key == key]
+        return self.live_requests.counts.collect(key, running)

@@ -1,7 +1,7 @@
-"""Verification on vLLM's Model Runner V2: its samplers, with another way of choosing tokens.
+"""Verification on vLLM's Model Runner V2: vLLM's samplers, with another way of choosing tokens.
 
-Penalties, bias, bad words, grammars, chunking and logprobs stay vLLM's; only the step from logits to tokens is
-replaced, and what that step applies (temperature, top-k, top-p, min-p) is left to its kernels.
+Penalties, bias, bad words, grammars, chunking and logprobs stay vLLM's. Only the step from logits to tokens is
+replaced; its kernels also apply temperature, top-k, top-p and min-p.
 """
 
 from typing import Any
@@ -15,31 +15,32 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.runners.v2.drafting import Drafting
 from vllm_specplus.verify import verify_draft_tokens
 
 
 class _UnappliedStates(SamplingStates):
-    """Sampling parameters that vLLM's sampler keeps but does not apply to the logits."""
+    """Keeps vLLM's sampling parameters, but leaves it to the plugin's kernels to apply them to the logits."""
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Note a request's parameters; none of them needs the logits to be processed."""
+        """Note a request's parameters; False tells vLLM that the logits need no processing for them."""
         super().add_request(req_idx, sampling_params)
         return False
 
     def apply_temperature(self, *args: Any, **kwargs: Any) -> None:
-        """The kernels do."""
+        """Do nothing."""
 
     def apply_min_p(self, *args: Any, **kwargs: Any) -> None:
-        """The kernels do."""
+        """Do nothing."""
 
     def apply_top_k_top_p(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The kernels do."""
+        """Return the logits as they are."""
         return logits
 
-    def applied(
+    def apply_all(
         self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
     ) -> torch.Tensor:
-        """A copy of the logits with all of it applied, as vLLM's sampler reports them."""
+        """Copy the logits ([num_rows, vocab] float32) and apply all parameters to the copy, as vLLM's sampler does."""
         logits = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
         super().apply_temperature(logits, expanded_idx_mapping, idx_mapping_np)
         super().apply_min_p(logits, expanded_idx_mapping, idx_mapping_np)
@@ -69,9 +70,9 @@ class StrategySampler(Sampler):
         """Verify one batch.
 
         Args:
-            logits: [num_rows, vocab] float, processed but for temperature, top-k, top-p and min-p.
+            logits: [num_rows, vocab] float, processed except for temperature, top-k, top-p and min-p.
             cu_num_rows: [num_reqs + 1] int32.
-            drafts: [num_rows] int, -1 where there is none.
+            drafts: [num_rows] int, -1 where there is no draft.
             positions: [num_rows] int64, of the token that was fed in to get each row.
             idx_mapping, idx_mapping_np: [num_reqs] request states, on the device and on the host.
             max_rows: rows of the longest request that may come.
@@ -84,7 +85,7 @@ class StrategySampler(Sampler):
         assert options.verify_strategy is not None
 
         filters = ((states.top_p, 1.0), (states.top_k, states.vocab_size), (states.min_p, 0.0))
-        # All of them or none, so that the kernels are compiled twice and not for every combination.
+        # All filters or none, so that the kernels are compiled twice and not for every combination.
         filtered = any(np.any(values.np[idx_mapping_np] != off) for values, off in filters)
         top_p, top_k, min_p = (values.gpu[idx_mapping] if filtered else None for values, _ in filters)
         sampled = verify_draft_tokens(
@@ -101,7 +102,7 @@ class StrategySampler(Sampler):
             policy=options.accept_policy,
             verify_window=options.verify_window,
             max_candidate_len=options.max_candidate_len,
-            # Never torch's, which waits for the device.
+            # The torch backend waits for the device.
             backend="triton",
             max_rows=max_rows,
             draft_logits=draft_logits,
@@ -109,12 +110,12 @@ class StrategySampler(Sampler):
         )
         return sampled.token_ids, sampled.num_tokens
 
-    def reported(
+    def logits_to_report(
         self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
     ) -> torch.Tensor:
-        """What stands for the processed logits: with everything applied, if somebody is going to read them."""
+        """[num_rows, vocab] the processed logits for vLLM; all parameters are applied if a request may read them."""
         if self.logprobs_mode in PROCESSED_LOGPROBS_MODES or self.return_sampling_mask:
-            return self.sampling_states.applied(logits, expanded_idx_mapping, idx_mapping_np)
+            return self.sampling_states.apply_all(logits, expanded_idx_mapping, idx_mapping_np)
         return logits
 
     def sample(
@@ -129,7 +130,11 @@ class StrategySampler(Sampler):
         seq_lens_upper_bound_np: np.ndarray,
         return_logprobs: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As vLLM's: [num_rows] int64 tokens, one row for each request, and the processed logits."""
+        """Sample by the plugin's strategy; arguments are those of vLLM's method.
+
+        Returns:
+            [num_rows] int64 tokens, one row for each request, and the processed logits.
+        """
         processed = self.apply_sampling_params(
             logits,
             expanded_idx_mapping,
@@ -150,13 +155,14 @@ class StrategySampler(Sampler):
             idx_mapping_np,
             1,
         )
-        return tokens[:, 0], self.reported(processed, expanded_idx_mapping, idx_mapping_np)
+        return tokens[:, 0], self.logits_to_report(processed, expanded_idx_mapping, idx_mapping_np)
 
 
 class CountingRejectionSampler(RejectionSampler):
-    """Takes the slots past the drafts that are meant for no drafts, and counts what becomes of the others."""
+    """Marks slots beyond a request's drafts as padding, and counts what becomes of its drafts."""
 
-    def bind(self, drafting: Any) -> None:
+    def set_drafting(self, drafting: Drafting | None) -> None:
+        """Set what knows how many drafts each request has; None where vLLM's own drafter runs."""
         self._drafting = drafting
 
     def __call__(
@@ -166,20 +172,21 @@ class CountingRejectionSampler(RejectionSampler):
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> Any:
-        """As vLLM's."""
+        """Verify as vLLM does, padding taken for no drafts, and count; arguments and result are those of vLLM."""
         drafting = self._drafting
         if drafting is None:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        unmeant = self._unmeant(input_batch)
-        no_drafts = unmeant if invalid_drafts is None else invalid_drafts | unmeant
+        padding = self._padding_rows(input_batch)
+        no_drafts = padding if invalid_drafts is None else invalid_drafts | padding
         output = super().__call__(logits, input_batch, draft_logits, no_drafts)
         drafting.requests.count_drafts(
             input_batch, output.num_sampled, drafting.num_drafts, drafting.num_model, invalid_drafts
         )
         return output
 
-    def _unmeant(self, input_batch: Any) -> torch.Tensor:
-        """[num_rows] bool: the token fed in to get a row stood in a slot that nothing had filled."""
+    def _padding_rows(self, input_batch: Any) -> torch.Tensor:
+        """[num_rows] bool: whether the token fed in to get a row was padding."""
+        assert self._drafting is not None
         # Slot j of a request, counted from 1, stands at its local position j.
         return input_batch.expanded_local_pos > self._drafting.num_drafts[input_batch.expanded_idx_mapping]
 
@@ -190,12 +197,15 @@ class StrategyRejectionSampler(CountingRejectionSampler):
     sampler: StrategySampler
 
     def warm_up(self, dtype: torch.dtype, device: torch.device, draft_logits: torch.Tensor | None) -> None:
-        """Compile the kernels for logits of this dtype, with filters and without, with drafts and without.
+        """Compile the kernels, with filters and without, with drafts and without.
 
-        `draft_logits`: [max_num_reqs, K, vocab], what the drafts of this engine are sampled from, or None.
+        Args:
+            dtype: of the logits.
+            device: of the runner.
+            draft_logits: [max_num_reqs, K, vocab], from which this engine's drafts are sampled, or None.
         """
         states = self.sampler.sampling_states
-        # vLLM pads vocabularies, and cuts the padding off the logits; the kernels go by how far rows lie apart.
+        # vLLM pads the vocabulary and cuts the logits to size; the kernels are compiled for the distance between rows.
         padded = pad_vocab_size(states.vocab_size)
         logits = torch.zeros(2, padded, dtype=dtype, device=device)[:, : states.vocab_size]
         at = torch.zeros(2, dtype=torch.int64, device=device)
@@ -232,7 +242,11 @@ class StrategyRejectionSampler(CountingRejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As vLLM's: processed logits, [num_reqs, K + 1] int64 tokens, [num_reqs] int32 how many."""
+        """Verify by the plugin's strategy; arguments are those of vLLM's method.
+
+        Returns:
+            The processed logits, [num_reqs, K + 1] int64 tokens, and [num_reqs] int32 how many.
+        """
         processed = self.sampler.apply_sampling_params(
             logits,
             expanded_idx_mapping,
@@ -247,12 +261,12 @@ class StrategyRejectionSampler(CountingRejectionSampler):
         if self.sampler._options.verify_strategy != "rejection":
             draft_logits = None
         elif draft_logits is not None:
-            draft_logits, draft_rows = self._rows_of(draft_logits, expanded_idx_mapping, expanded_local_pos)
+            draft_logits, draft_rows = self._draft_rows(draft_logits, expanded_idx_mapping, expanded_local_pos)
         tokens, num_tokens = self.sampler.verify(
             processed,
             cu_num_logits,
-            # A draft stands in the row after the one whose logits judge it; the roll puts the next request's
-            # token on a bonus row, which has no draft.
+            # A draft stands in the row after the one whose logits judge it. The roll puts the next request's token
+            # on a bonus row, which has no draft: the kernels ignore it.
             verify_draft_sampled.roll(-1),
             pos,
             idx_mapping,
@@ -261,15 +275,15 @@ class StrategyRejectionSampler(CountingRejectionSampler):
             draft_logits,
             draft_rows,
         )
-        return self.sampler.reported(processed, expanded_idx_mapping, idx_mapping_np), tokens, num_tokens
+        return self.sampler.logits_to_report(processed, expanded_idx_mapping, idx_mapping_np), tokens, num_tokens
 
-    def _rows_of(
+    def _draft_rows(
         self, draft_logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, expanded_local_pos: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The draft logits as [any, vocab], and [num_rows] int64 which of them each draft was sampled from."""
+        """[any, vocab] draft logits, and [num_rows] int64 the row of them that each draft was sampled from, or -1."""
         num_slots = draft_logits.shape[1]
         rows = expanded_idx_mapping.long() * num_slots + expanded_local_pos
-        of_model: Any = num_slots
+        num_model: torch.Tensor | int = num_slots
         if self._drafting is not None:
-            of_model = self._drafting.num_model[expanded_idx_mapping]
-        return draft_logits.flatten(0, 1), torch.where(expanded_local_pos < of_model, rows, -1)
+            num_model = self._drafting.num_model[expanded_idx_mapping]
+        return draft_logits.flatten(0, 1), torch.where(expanded_local_pos < num_model, rows, -1)

@@ -1,0 +1,205 @@
+"""A step's drafts on Model Runner V2: what fills the slots, and how many slots hold a draft.
+
+vLLM feeds every slot that it has scheduled to the model, so every slot must hold a token of the vocabulary. A slot
+without a draft holds token 0, which is padding, and `Drafting.num_drafts` tells on the device how many drafts a request
+has. With synchronous scheduling the scheduler is told (`states.VariableLengthHandler`) and schedules no padding. With
+asynchronous scheduling it has scheduled all slots before they are filled, and the verifier skips the padding
+(`samplers.CountingRejectionSampler`).
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.kernels.ngram import fill_drafts
+from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
+from vllm_specplus.runners.v2.requests import RequestTracker
+from vllm_specplus.runners.v2.suffix import SuffixFiller
+
+
+class SlotFiller(Protocol):
+    """Fills slots from history."""
+
+    needs_every_step: bool
+    """Whether it has to see the tokens of every step on the host."""
+
+    def fill(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        max_drafts: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft for a batch of B requests.
+
+        Args:
+            input_batch: vLLM's.
+            drafts: [B, K] int64, changed in place: the model's drafts in its first `num_steps` columns, and afterwards
+                each request's drafts with -1 after the last. K is 0 where vLLM wants no drafts.
+            num_steps: drafts that the model made for each request.
+            max_drafts: [B] int32, the most drafts of each request.
+            arrival: the tokens that `TokenCopier.advance` has brought to the host, if any.
+
+        Returns:
+            [B] int32 drafts of each request, and [B] int32 how many of them are the model's.
+        """
+
+    def reset(self) -> None:
+        """Forget all requests."""
+
+
+class NgramFiller:
+    """Matches n-grams of a request's own text on the device."""
+
+    needs_every_step = False
+
+    def __init__(self, options: SpecPlusOptions, req_states: Any):
+        self._options = options
+        self._req_states = req_states
+
+    def fill(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        max_drafts: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SlotFiller.fill`."""
+        return fill_drafts(
+            self._req_states.all_token_ids.gpu,
+            self._req_states.total_len.gpu,
+            input_batch.idx_mapping,
+            drafts,
+            num_model_steps=num_steps,
+            min_ngram_size=self._options.min_ngram_size,
+            max_ngram_size=self._options.max_ngram_size,
+            match_override_len=self._options.match_override_len,
+            max_drafts=max_drafts,
+        )
+
+    def reset(self) -> None:
+        """Do nothing: all state is vLLM's."""
+
+
+class EmptyFiller:
+    """Leaves all slots empty, for method `naive`: only references draft."""
+
+    needs_every_step = False
+
+    def fill(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        max_drafts: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SlotFiller.fill`."""
+        drafts.fill_(-1)
+        none = torch.zeros_like(max_drafts)
+        return none, none
+
+    def reset(self) -> None:
+        """Do nothing: there is no state."""
+
+
+class Drafting:
+    """The drafts of a step's batch, and how many each request has.
+
+    Attributes:
+        draft_tokens: [max_num_reqs, K] int64, the drafts of this step's batch, padded with token 0.
+        num_drafts: [max_num_reqs] int32 by request state: drafts of each request, in its first slots.
+        num_model: [max_num_reqs] int32 by request state: how many of these are the draft model's.
+        width: K, the slots of a request.
+        is_async: whether the scheduler schedules a step before the last step's drafts are made.
+        requests: follows what single requests ask for.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
+        options: SpecPlusOptions = vllm_config.speculative_config.specplus
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.width: int = vllm_config.speculative_config.num_speculative_tokens
+        self.is_async = bool(vllm_config.scheduler_config.async_scheduling)
+        self.draft_tokens = torch.zeros(max_num_reqs, self.width, dtype=torch.int64, device=device)
+        self.num_drafts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.num_model = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._copier = TokenCopier(
+            vllm_config,
+            device,
+            req_states,
+            is_async=self.is_async,
+            keeps_last=self.is_async and options.matches_suffixes,
+        )
+        self.requests = RequestTracker(vllm_config, device, req_states, self._copier)
+        self._slot_filler = _make_slot_filler(options, req_states, self._copier)
+        req_states.drafting = self
+
+    def begin(self, req_id: str, index: int, prompt_len: int, token_ids: list[int]) -> None:
+        """Take note of a request that takes a place among the request states, perhaps with some of its output."""
+        self.requests.begin(req_id, index)
+        # vLLM pads the first step of a request that has one token left to compute.
+        self.num_drafts[index].zero_()
+        if self._slot_filler.needs_every_step or self.requests.has_reference(index):
+            self._copier.mirror.add(index, prompt_len, token_ids)
+        else:
+            self._copier.mirror.skip(index)
+
+    def warm_up(self) -> None:
+        """Compile the kernels that only some requests need."""
+        self.requests.warm_up(self.draft_tokens[:1], self.num_drafts, self.num_model)
+
+    def reset(self) -> None:
+        """Forget all requests; none runs."""
+        self.requests.reset()
+        self._copier.reset()
+        self._slot_filler.reset()
+
+    def fill(
+        self, input_batch: Any, model_drafts: torch.Tensor | None, num_sampled: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Fill the slots of this step's batch.
+
+        Args:
+            input_batch: vLLM's.
+            model_drafts: [num_reqs, num_steps] int64, or None.
+            num_sampled: [num_reqs] int32 tokens that each request got in this step; 0: it is being prefilled.
+            width: slots to fill, at most K; 0: vLLM wants no drafts in this step.
+
+        Returns:
+            [num_reqs, K] int64 drafts, padded with token 0, [num_reqs] int32 how many drafts each request has, and
+            [num_reqs] int32 how many of them are the model's.
+        """
+        num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
+        draft_tokens = self.draft_tokens[:num_reqs]
+        num_steps = 0 if model_drafts is None else model_drafts.shape[1]
+        if model_drafts is not None:
+            draft_tokens[:, :num_steps] = model_drafts
+        self.requests.count_steps(input_batch, num_sampled)
+        needs_every_step = self._slot_filler.needs_every_step
+        # All K slots or none: kernels are compiled for one width, and `max_drafts` keeps to the width of this step.
+        drafts = draft_tokens if width else draft_tokens[:, :0]
+        max_drafts = self.requests.limit(input_batch, (num_sampled[:num_reqs] > 0).to(torch.int32) * width)
+        arrival = None
+        if needs_every_step or self.requests.references(input_batch):
+            arrival = self._copier.advance(input_batch, drafts, num_steps, max_drafts)
+        if width == 0 and not needs_every_step:
+            return draft_tokens, self.num_drafts[idx_mapping], self.num_model[idx_mapping]
+        num_drafts, num_model = self._slot_filler.fill(input_batch, drafts, num_steps, max_drafts, arrival)
+        num_drafts, num_model = self.requests.put_references_first(
+            input_batch, drafts, num_drafts, num_model, max_drafts
+        )
+        draft_tokens.clamp_(min=0)
+        self.num_drafts[idx_mapping] = num_drafts
+        self.num_model[idx_mapping] = num_model
+        return draft_tokens, num_drafts, num_model
+
+
+def _make_slot_filler(options: SpecPlusOptions, req_states: Any, copier: TokenCopier) -> SlotFiller:
+    if options.matches_ngrams:
+        return NgramFiller(options, req_states)
+    if options.matches_suffixes:
+        return SuffixFiller(options, req_states, copier)
+    return EmptyFiller()
