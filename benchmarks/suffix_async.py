@@ -125,7 +125,7 @@ def continued(new: list[int], predicted: list[int], model: list[int], limit: int
 
 
 class Drafter:
-    """Drafts for one request at a time, as `runners.v2_suffix` does; counts the host's time."""
+    """Drafts for one request at a time, as `runners.v2.suffix` does; counts the host's time."""
 
     def __init__(self, mode: str, num_drafts: int, model_steps: int, depth: int, factor: float):
         self.mode = mode

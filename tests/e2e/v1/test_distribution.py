@@ -1,4 +1,4 @@
-"""Lossless strategies emit what the target alone would, as a distribution."""
+"""Lossless strategies keep the distribution of the target."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,7 +14,7 @@ SAMPLED_DRAFTS = {"draft_sample_method": "probabilistic"}
 
 
 def tails(model: Path, config: dict[str, Any] | None) -> Counter[tuple[int, ...]]:
-    """How often each second and third token came, which are at drafted positions."""
+    """How often each pair of second and third tokens came; both are at drafted positions."""
     with engine(model, config, max_num_seqs=256, seed=5) as e:
         return Counter(tuple(t[1:]) for t in e.tokens([PROMPTS[0]], **SAMPLING))
 
@@ -34,19 +34,19 @@ def stock(trained: Path) -> Counter[tuple[int, ...]]:
     ],
 )
 def test_lossless(proposer: str, options: dict[str, Any], trained: Path, draft: Path, stock: Any) -> None:
-    """Chi-squared against the stock engine's own sampling without drafts."""
+    """Chi-squared against the stock engine, which samples without drafts."""
     assert _p_value(tails(trained, speculative(proposer, draft, **options)), stock) > 1e-3
 
 
 @pytest.mark.parametrize("strategy", ["target_match", "rejection"])
 def test_power(strategy: str, trained: Path, draft: Path, stock: Any) -> None:
-    """Bug: drafts are taken unseen. The p-value falls below 1e-300 (target_match)."""
+    """Bug: all drafts are accepted. The p-value falls below 1e-300 (target_match)."""
     broken = speculative("mtp", draft, verify_strategy=strategy, accept_policy="accept_all")
     assert _p_value(tails(trained, broken), stock) < 1e-9
 
 
 def _p_value(observed: Counter[tuple[int, ...]], reference: Counter[tuple[int, ...]]) -> float:
-    """Two-sample chi-squared of equally many draws, over the outcomes seen at least ten times in all."""
+    """Two-sample chi-squared of equally many draws, over the outcomes that came at least ten times in all."""
     total = observed + reference
     common = [k for k, n in total.items() if n >= 10]
     rest = {k for k in total if k not in common}
@@ -56,7 +56,7 @@ def _p_value(observed: Counter[tuple[int, ...]], reference: Counter[tuple[int, .
 
     a, b = bins(observed), bins(reference)
     expected = [(x + y) / 2 for x, y in zip(a, b, strict=True) if x + y]
-    seen = [x for x, y in zip(a, b, strict=True) if x + y]
+    counts = [x for x, y in zip(a, b, strict=True) if x + y]
     # Both samples are random, so the statistic of one against their mean is doubled.
-    statistic = 2 * float(chisquare(seen, expected, sum_check=False).statistic)
-    return float(chi2.sf(statistic, len(seen) - 1))
+    statistic = 2 * float(chisquare(counts, expected, sum_check=False).statistic)
+    return float(chi2.sf(statistic, len(counts) - 1))

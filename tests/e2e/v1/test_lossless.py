@@ -1,4 +1,4 @@
-"""Greedy text equals the text without speculation, whatever drafts."""
+"""Greedy text equals the text without speculation, with any drafter."""
 
 from pathlib import Path
 from typing import Any
@@ -8,23 +8,23 @@ import pytest
 from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative, target
 from tests.e2e.references import DRAFTING, check_padding, check_sums, stats
 
-# An engine's arguments, by what they bring about.
+# An engine's arguments, by their effect.
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefix_caching": {"enable_prefix_caching": True, "block_size": 32},
     "chunked_prefill": {"max_num_batched_tokens": 64, "max_num_seqs": 4},
 }
-# Some longer than a chunk of the prefill, and than the blocks that a prefix cache drops for MTP's sake.
+# Some prompts exceed a chunk of the prefill, and the blocks that a prefix cache drops because of MTP.
 LONG = [*PROMPTS, PROMPTS[0] * 3, list(range(30, 250))]
 
 
 def check_sources(proposer: str, counts: dict[str, Any], *, is_taken: bool, is_padded: bool = False) -> None:
-    """What should draft did, and nothing else: the model in its slots, the history past them.
+    """Check that the expected sources drafted and no others: the model in its slots, the history after them.
 
     Args:
         proposer: a name of `PROPOSERS`.
-        counts: what the engine's worker counted.
-        is_taken: whether some of the history's drafts must have been accepted, as the trained model's text is like.
+        counts: of the engine's worker.
+        is_taken: whether some drafts of the history must have been accepted, as in the trained model's text.
         is_padded: whether vLLM may have padded the first steps of some requests.
     """
     config = PROPOSERS[proposer]
@@ -61,7 +61,7 @@ def test_greedy_text(
     expected = plain_text[model]
     with engine(model, speculative(proposer, draft), **ENGINES[engine_kind]) as e:
         assert e.tokens(LONG) == expected
-        # Once more: what is cached of the first run, in blocks or in a suffix tree, changes no text.
+        # Once more, when prefix caches and suffix trees hold the first run.
         assert e.tokens(LONG) == expected
         assert [t for p in LONG[:3] for t in e.tokens([p])] == expected[:3]
         counts, width = e.counts(), e.runner.num_spec_tokens
@@ -69,12 +69,12 @@ def test_greedy_text(
             check_sums(e)
             is_padded = engine_kind == "chunked_prefill"
             check_sources(proposer, stats(e), is_taken=model == trained, is_padded=is_padded)
-    # Drafts are taken and drafts are refused, or the test would show little.
+    # Without accepted and rejected drafts the test would show little.
     if proposer == "naive":
         assert counts.accepted == 0
     else:
         assert 0 < counts.accepted < counts.drafted
-    # A slot that nothing fills is not verified. (An n-gram match fills all of them, or there is none at all.)
+    # A slot without a draft is not verified. (An n-gram match fills all slots.)
     if proposer not in ("mtp", "ngram", "naive"):
         assert counts.drafted < counts.drafts * width
 
@@ -84,7 +84,7 @@ def test_greedy_text(
 def test_greedy_text_under_lossy_strategies(
     proposer: str, strategy: str, tiny: Path, trained: Path, draft: Path, plain_text: dict[Path, list[list[int]]]
 ) -> None:
-    """At temperature 0 they too give the target's own text; target_match is tested with sampling."""
+    """At temperature 0 they too give the target's text; test_target_match.py samples."""
     model = target(proposer, tiny, trained)
     with engine(model, speculative(proposer, draft, verify_strategy=strategy)) as e:
         assert e.tokens(LONG) == plain_text[model]

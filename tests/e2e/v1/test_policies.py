@@ -49,7 +49,7 @@ def test_policies_hold_under_every_strategy(strategy: str | None, trained: Path,
 
 
 def test_accept_all_keeps_masks(trained: Path, draft: Path) -> None:
-    """A draft that a request's own rules forbid is no valid draft."""
+    """A draft that a request's rules forbid is not valid."""
     allowed = [65, 66, 67]
     config = speculative("mtp_ngram", draft, accept_policy="accept_all")
     with engine(trained, config) as e:
@@ -58,12 +58,12 @@ def test_accept_all_keeps_masks(trained: Path, draft: Path) -> None:
 
 
 @pytest.mark.parametrize("proposer", ["mtp", "mtp_ngram", "ngram"])
-def test_no_draft_that_nobody_drafted_is_accepted(proposer: str, trained: Path, draft: Path) -> None:
-    """Beside a request that is about to reach the model's length, vLLM puts zeros in place of drafts.
+def test_padding_is_never_accepted(proposer: str, trained: Path, draft: Path) -> None:
+    """Beside a request that is about to reach the model's length, vLLM schedules zeros as padding.
 
-    Measured before they were dropped: 4 to 32 zeros among the 60 tokens of the short request.
+    Measured before these were dropped: 4 to 32 zeros among the 60 tokens of the short request.
     """
-    # topp with nothing cut off accepts any token, and a zero byte is none that the model would write.
+    # topp without filters accepts any token, and the model would never write a zero byte.
     config = speculative(proposer, draft, verify_strategy="topp")
     near_the_end, short = (PROMPTS[0] * 2)[:114], PROMPTS[1][:8]
     with engine(trained, config, max_model_len=128) as e:

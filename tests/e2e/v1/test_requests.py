@@ -32,7 +32,7 @@ def test_greedy_text_is_the_text_without_speculation(
     with engine(model, config_of(proposer, draft)) as e:
         assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=TOKENS) == texts * 2
         accepted = check_sums(e)
-    # Four of the eight references are the very text, and one is nearly.
+    # Four of the eight references are the text itself, and one nearly is.
     assert accepted["reference"] > TOKENS
     assert accepted["unfilled"] == 0
 
@@ -55,7 +55,7 @@ def test_width_of_128(trained: Path, base: dict[Path, list[list[int]]]) -> None:
         (text,) = ask(e, PROMPTS[:1], [{}], max_tokens=300)
         assert e.counts().drafts == 0
         assert ask(e, PROMPTS[:1], [{"sp_advice_prompt_token_ids": text}], max_tokens=300) == [text]
-        # 1 + 129 + 129 + 41 tokens, and one that is one too many.
+        # 1 + 129 + 129 + 41 tokens, of which the last step gives one too many.
         assert (e.counts().drafts, e.counts().accepted) == (3, 128 + 128 + 41)
 
 
@@ -70,7 +70,7 @@ def test_spec_tokens(limit: int, trained: Path, draft: Path, base: dict[Path, li
 
 
 def test_a_reference_drafts_for_its_own_request_alone(trained: Path, base: dict[Path, list[list[int]]]) -> None:
-    """The same text asked by another request, beside it and after it, gets no drafts."""
+    """Another request for the same text, beside it or after it, gets no drafts."""
     reference = {"sp_advice_prompt_token_ids": base[trained][0]}
     with engine(trained, {"method": "naive", "num_speculative_tokens": 4}) as e:
         ask(e, PROMPTS[:1], [reference], max_tokens=TOKENS)
@@ -129,7 +129,7 @@ def test_a_reference_longer_than_the_model(trained: Path, caplog: pytest.LogCapt
         ({"sp_advice_prompt": "a", "sp_advice_prompt_token_ids": [1]}, "a request has one reference"),
     ],
 )
-def test_bad_input_is_refused_and_nothing_else(
+def test_only_bad_input_is_refused(
     extra: dict[str, Any], words: str, naive: Any, base: dict[Path, list[list[int]]], trained: Path
 ) -> None:
     with pytest.raises(VLLMValidationError, match=words):

@@ -1,4 +1,4 @@
-"""`target_match` gives the target's own text: the noise hangs on seed and position, not on the drafts."""
+"""`target_match` gives the target's text: the noise depends on seed and position, not on the drafts."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
 def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
-    """The numbers are those of the engine without drafts."""
+    """The logprobs are those of the engine without drafts."""
     values = []
     for name in ("naive", "mtp_ngram"):
         config = speculative(name, draft, verify_strategy="target_match")
@@ -33,7 +33,7 @@ def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
     marked(["mtp", "mtp_ngram_override", "mtp_suffix", "draft_model_ngram", "ngram", "suffix"], ["mtp_ngram_override"]),
 )
 def test_target_match_text_is_that_without_drafts(proposer: str, trained: Path, draft: Path) -> None:
-    """The noise hangs on seed and position alone, so drafts only change how fast the text comes."""
+    """Drafts change only how fast the text comes."""
     texts = []
     for name in ("naive", proposer):
         with engine(trained, speculative(name, draft, verify_strategy="target_match")) as e:

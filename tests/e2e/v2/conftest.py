@@ -11,5 +11,5 @@ if os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("VLLM_USE_V2_MODE
         "in a pytest process of its own: bash ci/test.sh tests/e2e/v2"
     )
 
-# The interpreter cannot run vLLM's kernel of top-k and top-p; vLLM has another form of it in torch.
+# The interpreter cannot run vLLM's kernel of top-k and top-p; vLLM has the same in torch.
 topk_topp_sampler.HAS_TRITON = False

@@ -1,4 +1,4 @@
-"""Short runs on Model Runner V2, with asynchronous scheduling too, and on V1 to compare with."""
+"""Short runs on Model Runner V2, also with asynchronous scheduling, and on V1 to compare with."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from tests.e2e.engines import PROMPTS, Engine, engine
 
-# A step takes a tenth of a second and more under the interpreter, so texts are short and few.
+# Texts are short and few: a step takes a tenth of a second or more under the interpreter.
 FEW = PROMPTS[:4]
 MAX_TOKENS = 20
 _ROOT = Path(__file__).parents[3]
@@ -25,11 +25,7 @@ def tokens(e: Engine, prompts: list[list[int]] = FEW, **sampling: Any) -> list[l
 
 
 def v1_tokens(model: Path, config: dict[str, Any] | None) -> list[list[int]]:
-    """The texts of `FEW` on the V1 model runner, which needs a process of its own.
-
-    Args:
-        model, config: of the engine.
-    """
+    """The texts of `FEW` from an engine on the V1 model runner, in a process of its own."""
     env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0"}
     del env["TRITON_INTERPRET"]
     folders = [f for f in env["PYTHONPATH"].split(os.pathsep) if not f.endswith("triton_cpu")]

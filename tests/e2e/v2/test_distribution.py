@@ -1,7 +1,7 @@
-"""A hybrid whose model samples its drafts emits what the target alone would, as a distribution.
+"""A hybrid whose model samples its drafts keeps the distribution of the target.
 
-Statistics need more texts than an engine makes under the interpreter, so they are of the functions that the runner
-calls, given what it gives them; that it does is seen on an engine.
+Statistics need more texts than an engine can make under the interpreter. So the tests call the functions that the
+runner calls, with such arguments as it passes. One test on an engine checks that it passes them.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ P = (LOGITS.double() / TEMPERATURE).softmax(dim=1).numpy()
 
 
 def drafts_of_two_sources() -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, 2] drafts: one that the model sampled and one that a match found; and the draft logits of both slots.
+    """[N, 2] drafts, one that the model sampled and one that a match found; and the draft logits of both slots.
 
-    What stands in the second slot's is left over from another step.
+    The logits of the second slot are left from another step.
     """
     q = (DRAFT_LOGITS[0] / TEMPERATURE).softmax(dim=0)
     sampled = torch.multinomial(q, NUM_REQS, replacement=True, generator=torch.Generator().manual_seed(4))
@@ -41,7 +41,7 @@ def drafts_of_two_sources() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_vllm(tells_matches: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's own verification, which one-hot rows tell of the match."""
+    """Verify by vLLM, which knows of the match by one-hot rows."""
     drafts, draft_logits = drafts_of_two_sources()
     if tells_matches:
         ones = torch.ones(NUM_REQS, dtype=torch.int32)
@@ -63,7 +63,7 @@ def by_vllm(tells_matches: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_the_plugin(tells_matches: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Strategy `rejection`, which `draft_rows` tells of the match."""
+    """Verify by strategy `rejection`, which knows of the match by `draft_rows`."""
     drafts, draft_logits = drafts_of_two_sources()
     rows = torch.where((1 if tells_matches else 2) > LOCAL, 2 * ROWS + LOCAL, -1)
     out = verify_draft_tokens(
@@ -88,14 +88,14 @@ def test_sampled_drafts_and_matches(verify: Callable[[bool], tuple[torch.Tensor,
     assert len(second) > 250
     assert chi_squared(token_ids[:, 0], P[0]) > 1e-3
     assert chi_squared(second, P[1]) > 1e-3
-    # Bug: the match counts as sampled from what stands there.
+    # Bug: the match counts as sampled from the logits of its slot.
     token_ids, num_tokens = verify(False)
     assert chi_squared(token_ids[num_tokens > 1, 1], P[1]) < 1e-6
 
 
 def test_the_runner_writes_one_hot_rows(trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into its draft logits, for those drafts of each request that the model did not sample, by either source."""
-    seen = {"matched": 0, "sampled": 0}
+    """They stand in its draft logits, for all drafts that the model did not sample."""
+    num_checked = {"matched": 0, "sampled": 0}
 
     def check(draft_logits: Any, idx_mapping: Any, drafts: Any, num_drafts: Any, num_model: Any) -> None:
         write_one_hot_rows(draft_logits, idx_mapping, drafts, num_drafts, num_model)
@@ -104,7 +104,7 @@ def test_the_runner_writes_one_hot_rows(trained: Path, draft: Path, monkeypatch:
                 q = draft_logits[state, slot].softmax(dim=0)
                 is_matched = slot >= num_model[i]
                 assert (q[drafts[i, slot]] == 1) == is_matched
-                seen["matched" if is_matched else "sampled"] += 1
+                num_checked["matched" if is_matched else "sampled"] += 1
 
     monkeypatch.setattr(speculator, "write_one_hot_rows", check)
     config = {
@@ -117,5 +117,5 @@ def test_the_runner_writes_one_hot_rows(trained: Path, draft: Path, monkeypatch:
     }
     with engine(trained, config) as e:
         tokens(e, FEW, temperature=0.7, seed=3)
-    assert seen["matched"] > 10
-    assert seen["sampled"] > 10
+    assert num_checked["matched"] > 10
+    assert num_checked["sampled"] > 10

@@ -1,4 +1,4 @@
-"""Greedy text on Model Runner V2 equals the text without speculation, whatever drafts, and that of V1."""
+"""Greedy text on Model Runner V2 equals the text without speculation, and that of V1, with any drafter."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tests.e2e.v2.engines import FEW, async_engine, tokens, v1_tokens
 
 pytestmark = pytest.mark.interpreter
 
-# Longer than a chunk of the prefill, and than the blocks that a prefix cache drops for MTP's sake.
+# Long prompts exceed a chunk of the prefill, and the blocks that a prefix cache drops because of MTP.
 PROMPT_SETS = {"few": FEW, "long": [PROMPTS[0] * 3, PROMPTS[1], list(range(30, 150))]}
 ENGINES: dict[str, dict[str, Any]] = {
     "prefix_caching": {"enable_prefix_caching": True, "block_size": 32},
@@ -36,11 +36,11 @@ def plain_text(tiny: Path, trained: Path) -> dict[tuple[Path, str], list[list[in
 @pytest.mark.parametrize("proposer", marked(PROPOSERS, ["mtp_ngram", "suffix"]))
 def test_greedy_text(proposer: str, tiny: Path, trained: Path, draft: Path, plain_text: Any) -> None:
     model = target(proposer, tiny, trained)
-    # Or the history drafts next to nothing in texts as short as these of a random model.
+    # A random model's texts are so short that the history would draft almost nothing otherwise.
     more = {} if model == trained else {"min_ngram_size": 1}
     with engine(model, speculative(proposer, draft, **more)) as e:
         assert tokens(e) == plain_text[model, "few"]
-        # Alone too, with what is cached of the first run in a suffix tree.
+        # Once more alone, when suffix trees hold the first run.
         assert tokens(e, FEW[:1]) == plain_text[model, "few"][:1]
         counts, width = e.counts(), e.runner.num_speculative_steps
         if proposer in DRAFTING:
@@ -49,9 +49,9 @@ def test_greedy_text(proposer: str, tiny: Path, trained: Path, draft: Path, plai
     if proposer == "naive":
         assert counts.drafted == 0
         return
-    # Drafts are taken and drafts are refused, or the test would show little.
+    # Without accepted and rejected drafts the test would show little.
     assert 0 < counts.accepted < counts.drafted
-    # A slot that nothing fills is not verified. (An n-gram match fills all of them, or there is none at all.)
+    # A slot without a draft is not verified. (An n-gram match fills all slots.)
     if proposer not in ("mtp", "ngram"):
         assert counts.drafted < counts.drafts * width
 
@@ -83,7 +83,7 @@ def test_v1_has_the_same_text(trained: Path, draft: Path, plain_text: Any) -> No
 
 @pytest.mark.parametrize("proposer", ["mtp_ngram_override", "mtp_suffix", "ngram", "suffix", "naive"])
 def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, plain_text: Any) -> None:
-    """Every slot is scheduled before its draft is made; those that nothing fills are no drafts."""
+    """All slots are scheduled before their drafts are made; those without a draft are padding."""
     with async_engine(trained, speculative(proposer, draft)) as e:
         assert tokens(e) == plain_text[trained, "few"]
         found, counts = stats(e), e.counts()
@@ -98,7 +98,7 @@ def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, plai
 
 
 def test_asynchronous_scheduling_accepts_no_padding(trained: Path, draft: Path) -> None:
-    """`accept_all` takes every draft that there is, and a slot without one holds token 0."""
+    """`accept_all` accepts every draft, and a slot without a draft holds token 0."""
     with async_engine(trained, speculative("mtp_ngram", draft, accept_policy="accept_all")) as e:
         assert 0 not in {token for text in tokens(e) for token in text}
         found = stats(e)
@@ -129,7 +129,7 @@ def test_the_model_makes_its_steps_and_no_more(steps: int, trained: Path, draft:
         propose = speculator.propose
         speculator.propose = lambda *args, **kwargs: proposals.append(1) or propose(*args, **kwargs)
         tokens(e, FEW[:2], max_tokens=8)
-        # The first draft's graph is that of the target's batch, of all slots; those of later ones are of its own.
+        # The first draft's graph runs over the target's batch, with all slots; later ones have graphs of their own.
         assert speculator.prefill_cudagraph_manager.decode_query_len == 6
         assert speculator.decode_cudagraph_manager.vllm_config.num_speculative_tokens == steps
     assert len(passes) == steps * len(proposals) > 0

@@ -1,8 +1,8 @@
 """Between vLLM's calls the plugin never waits for the device.
 
-A CPU cannot show a wait, so what would cause one is made to fail while the plugin's own code runs: reading a tensor's
-values on the host, and operations whose result's shape depends on values. Kernel launches are left out: the interpreter
-reads everything that a kernel does.
+A CPU cannot show a wait, so the causes of waits fail while the plugin's own code runs. These are reads of a tensor's
+values on the host, and operations whose result has a shape that depends on values. Kernel launches are left out, since
+the interpreter reads all that a kernel does.
 """
 
 import logging
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
-from vllm.v1.worker.cpu import shm  # puts what waits for nothing in the place of torch's streams and events
+from vllm.v1.worker.cpu import shm  # replaces torch's streams and events with ones that do not wait
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -56,13 +56,13 @@ _INDEX_PUT = {_aten.index_put.default, _aten.index_put_.default, _aten._index_pu
 
 
 def _waits(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch reads values on the host to do this."""
-    # `tensor[i] = value` of a number copies it from the host and waits for that, as `fill_` does not.
+    """Whether torch reads values on the host for this operation."""
+    # `tensor[i] = number` copies the number from the host and waits for it; `fill_` does not.
     if function is _aten.copy_.default:
         return args[0].dim() == 0
     if function is _aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    # A single value is put in by `masked_fill`.
+    # torch puts a single value in by `masked_fill`.
     if function is _aten.index.Tensor or (function in _INDEX_PUT and args[2].numel() != 1):
         return any(i is not None and i.dtype == torch.bool for i in args[1])
     return function in _WAITING
@@ -73,7 +73,7 @@ class _NoWaiting(TorchDispatchMode):
         kwargs = kwargs or {}
         if _waits(function, args, kwargs):
             raise AssertionError(f"{function} waits for the device")
-        # In inference mode what is made of other operations comes in one piece.
+        # In inference mode a composite operation comes in one piece.
         with self:
             result = function.decompose(*args, **kwargs)
         return function(*args, **kwargs) if result is NotImplemented else result
@@ -88,9 +88,9 @@ def _to_cpu(tensor: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any)
 
 
 class Guard:
-    """Lets guarded methods fail where they would wait, but not in what they call that is paused.
+    """Makes guarded methods fail where they would wait, except inside the paused methods that they call.
 
-    Each of them is given by its class or module and its name, and answered with the list of its calls.
+    Methods are given by their class or module and their name. The result is a list that grows with each call.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
@@ -104,7 +104,7 @@ class Guard:
         self._refuse_of_instances(shm._EventPlaceholder, "synchronize", "Event.synchronize")
         self._refuse_of_instances(shm._StreamPlaceholder, "synchronize", "Stream.synchronize")
         self.pause(GridExecutor, "__call__")
-        # On a CPU alone, arguments are checked by their values.
+        # Only on a CPU are the values of arguments checked.
         for name in ("_check_values", "_check_range"):
             monkeypatch.setattr(checks, name, lambda *args: None)
         monkeypatch.setattr(checks, "_width", lambda cu, max_rows: max_rows)
@@ -134,7 +134,7 @@ class Guard:
         function = getattr(owner, name)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            # Not by `assert`: pytest would look at the tensors to say more.
+            # An `assert` would make pytest read the tensors for its message.
             if self._is_on and waits(*args, **kwargs):
                 raise AssertionError(f"{label} waits for the device")
             return function(*args, **kwargs)
@@ -142,7 +142,7 @@ class Guard:
         self._patch(owner, name, refuse)
 
     def _refuse_of_instances(self, owner: type, name: str, label: str) -> None:
-        """What a class's instances set for themselves when they are made."""
+        """As `_refuse`, of a method that instances set for themselves when they are made."""
         init = owner.__init__
 
         def init_refusing(instance: Any, *args: Any, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
 
 
 def guard_all(guard: Guard, speculator: type) -> dict[str, list[int]]:
-    """Guard the plugin's part of a step, and pause vLLM's own methods that it extends or calls."""
+    """Guard the plugin's part of a step, and pause the methods of vLLM that it extends or calls."""
     guard.pause(TargetDependentARSpeculator, "propose")
     guard.pause(RejectionSampler, "__call__")
     guard.pause(Sampler, "apply_sampling_params")
@@ -211,7 +211,7 @@ def test_ngram(guard: Guard, trained: Path, draft: Path) -> None:
     [("mtp_ngram", HybridMixin), ("suffix", HistorySpeculator), ("naive", HistorySpeculator)],
 )
 def test_asynchronous_scheduling(proposer: str, speculator: type, guard: Guard, trained: Path, draft: Path) -> None:
-    """References and suffix trees wait in one place alone, for the tokens of the step before."""
+    """References and suffix trees wait in one place only, for the tokens of the step before."""
     calls = guard_all(guard, speculator) | {"_receive": guard.pause(TokenCopier, "_receive")}
     calls["end"] = guard.method(RequestTracker, "end")
     with async_engine(trained, config_of(proposer, draft)) as e:
@@ -268,17 +268,17 @@ DOES_NOT_WAIT: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 class Plugin:
-    """Waits in what it calls of vLLM, then does `step` itself."""
+    """Waits in a method of vLLM that it calls, then runs `step` itself."""
 
     def __init__(self, step: Callable[[torch.Tensor], Any]):
         self._step = step
 
     def run(self, in_inference_mode: bool) -> Any:
         with torch.inference_mode(in_inference_mode):
-            self.vllms()
+            self.vllm_method()
             return self._step(torch.ones(1))
 
-    def vllms(self) -> Any:
+    def vllm_method(self) -> Any:
         return torch.ones(1).item(), torch.ones(1).nonzero()
 
 
@@ -286,15 +286,15 @@ class Plugin:
 @pytest.mark.parametrize("waits", WAITS)
 def test_power(waits: str, in_inference_mode: bool, guard: Guard) -> None:
     guard.method(Plugin, "run")
-    guard.pause(Plugin, "vllms")
+    guard.pause(Plugin, "vllm_method")
     with pytest.raises(AssertionError, match="waits for the device"):
         Plugin(WAITS[waits]).run(in_inference_mode)
 
 
 @pytest.mark.parametrize("in_inference_mode", [False, True])
 @pytest.mark.parametrize("lets", DOES_NOT_WAIT)
-def test_what_does_not_wait_is_let_through(lets: str, in_inference_mode: bool, guard: Guard) -> None:
-    calls = [guard.method(Plugin, "run"), guard.pause(Plugin, "vllms")]
+def test_operations_that_do_not_wait_pass(lets: str, in_inference_mode: bool, guard: Guard) -> None:
+    calls = [guard.method(Plugin, "run"), guard.pause(Plugin, "vllm_method")]
     Plugin(DOES_NOT_WAIT[lets]).run(in_inference_mode)
     assert calls == [[1], [1]]
 
@@ -302,7 +302,7 @@ def test_what_does_not_wait_is_let_through(lets: str, in_inference_mode: bool, g
 def test_the_suffix_trees_wait_and_say_so(
     guard: Guard, trained: Path, draft: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their tokens have to come to the host: the one place that waits."""
+    """They wait in one place only: until their tokens have come to the host."""
     caplog.set_level(logging.INFO, "vllm.specplus")
     guard.method(Drafting, "fill")
     with (

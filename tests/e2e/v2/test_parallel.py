@@ -34,7 +34,7 @@ def test_two_workers(
         first, last = e.llm.collective_rpc("specplus_stats")
         assert sum(last["accepted"]["reference"]) > 0
         if parallel == "tensor_parallel_size":
-            # Workers draft each for itself, and have to draft the same.
+            # Each worker drafts for itself, and all must draft the same.
             assert first == last
             assert sum(map(sum, first["accepted"].values())) == e.counts().accepted
         else:

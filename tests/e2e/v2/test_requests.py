@@ -17,7 +17,7 @@ TOKENS = 24
 
 
 def generate(e: Engine, prompts: list[list[int]], asked: list[dict[str, Any]]) -> list[Any]:
-    """Results of requests of different lengths."""
+    """The results of requests with their own lengths and options."""
     params = [
         SamplingParams(temperature=0, ignore_eos=True, max_tokens=a["max_tokens"], extra_args=a["extra"]) for a in asked
     ]
@@ -50,14 +50,14 @@ def test_greedy_text_is_the_text_without_speculation(
 
 @pytest.mark.parametrize("proposer", ["mtp_ngram", "suffix"])
 def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
-    """The host has the tokens of the step before, and the device goes on from what it predicts."""
+    """The host has the tokens of the step before, and the device continues its predictions."""
     texts = base[trained]
     with async_engine(trained, config_of(proposer, draft)) as e:
         assert ask(e, FEW * 2, asking(texts), max_tokens=TOKENS) == texts * 2
         accepted, counted = stats(e)["accepted"], e.counts().accepted
     assert sum(accepted["reference"]) > TOKENS
     assert sum(accepted["unfilled"]) == 0
-    # The scheduler throws away what a request gets past its end, and the device has counted it.
+    # The device also counts the drafts past a request's end, which the scheduler throws away.
     assert 0 <= sum(map(sum, accepted.values())) - counted <= 8 * 13
 
 
@@ -83,7 +83,7 @@ def test_limits_and_isolation(trained: Path, draft: Path, base: dict[Path, list[
         assert alone > 0
         ask(e, [FEW[0]] * 3, [{}, reference, {}], max_tokens=TOKENS)
         assert e.counts().drafted == 2 * alone
-        # In the places of requests that had one.
+        # In places of requests that had a reference.
         ask(e, [FEW[0]] * 3, [{}] * 3, max_tokens=TOKENS)
         assert e.counts().drafted == 2 * alone
 
@@ -108,23 +108,23 @@ def test_width_of_128(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [engine, async_engine])
-def test_nothing_is_left_of_vllms_warm_up(
+def test_vllms_warm_up_leaves_nothing(
     start: Any, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
 ) -> None:
-    """On a GPU vLLM runs real steps of made-up requests before it takes any."""
+    """On a GPU vLLM runs steps of made-up requests before it takes real ones."""
 
-    def held(runner: Any) -> tuple[bool, int, bool]:
+    def state_of(runner: Any) -> tuple[bool, int, bool]:
         drafting = runner.speculator.drafting
         drafted = any(map(any, drafting.requests.stats()["drafted"].values()))
         return drafted, drafting._slot_filler._matcher.num_cached_requests, drafting._copier._previous is not None
 
     before = []
     with (
-        warmed_up(lambda runner: before.append(held(runner))),
+        warmed_up(lambda runner: before.append(state_of(runner))),
         start(trained, config_of("mtp_suffix", draft), max_num_seqs=2) as e,
     ):
         assert before == [(True, 2, start is async_engine)]
-        assert held(e.runner) == (False, 0, False)
+        assert state_of(e.runner) == (False, 0, False)
         assert tokens(e, FEW[:1], max_tokens=TOKENS) == base[trained][:1]
 
 
@@ -143,12 +143,12 @@ def test_preempted_requests_go_on_with_their_reference(
 
 
 def test_steps_without_slots(trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
-    """vLLM may want no drafts of a batch above some size; the host follows the text all the same."""
+    """vLLM may want no drafts for large batches; the host still follows the text."""
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 64, 0]]}
     with engine(trained, config_of("ngram", draft, **schedule)) as e:
         mirror = e.runner.speculator.drafting._copier.mirror
         reference = {"sp_advice_prompt_token_ids": base[trained][0], "sp_edit": 1}
-        # The second one ends first, and leaves the first alone.
+        # The second request ends first, and the first one goes on alone.
         params = [{"max_tokens": TOKENS, "extra": reference}, {"max_tokens": 8, "extra": {}}]
         texts = [list(r.outputs[0].token_ids) for r in generate(e, FEW[:2], params)]
         assert texts == [base[trained][0], base[trained][1][:8]]
@@ -160,7 +160,7 @@ def test_steps_without_slots(trained: Path, draft: Path, base: dict[Path, list[l
 
 
 def test_sampled_drafts_beside_references(trained: Path, draft: Path) -> None:
-    """vLLM's own verification of drafts that a model sampled; those of a reference were not."""
+    """vLLM verifies drafts that the model sampled beside those of references."""
     config = config_of("mtp_ngram", draft, draft_sample_method="probabilistic")
     sampled: dict[str, Any] = {"temperature": 0.7, "max_tokens": TOKENS}
     with engine(trained, config) as e:

@@ -1,4 +1,4 @@
-"""A config without a plugin key is vLLM's own on Model Runner V2 too, object for object."""
+"""A config without a plugin key builds vLLM's own objects on Model Runner V2 too."""
 
 from pathlib import Path
 from typing import Any

@@ -26,13 +26,13 @@ SCHEMA = {
     "required": ["name", "ok"],
     "additionalProperties": False,
 }
-# V2 takes at most 128 stop tokens of a request, and adds some of its own.
+# V2 takes at most 128 stop tokens, and adds some of its own.
 RULES = V1_RULES | {"min_tokens": V1_RULES["min_tokens"] | {"min_tokens": 12, "stop_token_ids": list(range(100))}}
 
 
 @pytest.fixture(scope="module")
 def plain(trained: Path) -> dict[str, list[list[int]]]:
-    """Texts of the stock engine without speculation: greedy, by the request's rules, and sampled with a seed."""
+    """Texts of the stock engine without speculation: greedy under each set of rules, and sampled with a seed."""
     with engine(trained, **STRUCTURED) as e:
         texts = {name: tokens(e, TWO, **rules) for name, rules in RULES.items()}
         return texts | {"sampled": tokens(e, TWO, **SAMPLED)}
@@ -40,7 +40,7 @@ def plain(trained: Path) -> dict[str, list[list[int]]]:
 
 @pytest.fixture(scope="module", params=STRATEGIES)
 def strategy(request: pytest.FixtureRequest, trained: Path, draft: Path, plain: Any) -> Iterator[tuple[str, Engine]]:
-    """One engine for all tests of a strategy; `plain` first, since a process runs one at a time."""
+    """One engine for all tests of a strategy; `plain` comes first, since a process runs one engine at a time."""
     config = speculative("mtp_ngram", draft, verify_strategy=request.param)
     with engine(trained, config, **STRUCTURED) as e:
         yield request.param, e
@@ -60,7 +60,7 @@ def test_same_seed_same_text(strategy: tuple[str, Engine], plain: dict[str, list
     name, e = strategy
     first = tokens(e, TWO, **SAMPLED)
     if name == "target_match":
-        # vLLM's V2 runner draws with the same noise, so this is the text without speculation.
+        # vLLM's V2 runner samples with the same noise, so this is the text without speculation.
         assert first == plain["sampled"]
     assert tokens(e, [FEW[2], *TWO[::-1]], **SAMPLED)[1:] == first[::-1]
     other = tokens(e, TWO, **SAMPLED | {"seed": 12})
@@ -76,7 +76,7 @@ def test_no_seed_new_text_and_several_completions(strategy: tuple[str, Engine]) 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_logprobs(sampling: dict[str, Any], strategy: tuple[str, Engine]) -> None:
-    """Each emitted token has a logprob, and the most likely ones beside it are those of its position."""
+    """Each emitted token has a logprob, beside those of the most likely tokens at its position."""
     sampling = {"max_tokens": 12} | sampling
     results = strategy[1].generate(TWO, logprobs=3, **sampling)
     assert [list(r.outputs[0].token_ids) for r in results] == strategy[1].tokens(TWO, **sampling)
@@ -99,7 +99,7 @@ def test_structured_output(strategy: tuple[str, Engine]) -> None:
 
 
 def test_structured_output_under_asynchronous_scheduling(trained: Path, draft: Path) -> None:
-    """The scheduler checks against the grammar what is drafted, and what nobody drafted is not."""
+    """The scheduler checks drafts against the grammar, and no padding."""
     config = speculative("mtp_ngram", draft, verify_strategy="target_match")
     rules = {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80, "ignore_eos": False}
     with async_engine(trained, config, **STRUCTURED) as e:
@@ -109,7 +109,7 @@ def test_structured_output_under_asynchronous_scheduling(trained: Path, draft: P
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
 def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
-    """The numbers are those of the stock engine, whose text `target_match` has."""
+    """The logprobs are those of the stock engine, whose text `target_match` gives."""
     values = []
     for config in (None, speculative("mtp_ngram", draft, verify_strategy="target_match")):
         with engine(trained, config, logprobs_mode=mode) as e:
@@ -125,7 +125,7 @@ def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
 
 
 def test_in_chunks(trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has a batch of many rows verified by parts, which changes nothing."""
+    """vLLM verifies a batch of many rows in parts, which changes nothing."""
     sizes: list[int] = []
     verify = StrategyRejectionSampler._verify
 
@@ -158,7 +158,7 @@ def _logprobs(result: Any) -> list[dict[int, float]]:
 
 
 def test_sampling_masks(trained: Path, draft: Path) -> None:
-    """With each token come those that it was drawn from, as without speculation."""
+    """Each token comes with the tokens that it was sampled from, as without speculation."""
     found = []
     replay = {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
     for config in (None, speculative("mtp_ngram", draft, verify_strategy="target_match")):
@@ -171,13 +171,13 @@ def test_sampling_masks(trained: Path, draft: Path) -> None:
         assert 1 < max(map(len, masks)) <= 8
 
 
-# The head of EAGLE is the random model's.
+# The head of EAGLE belongs to the random model.
 WITH_TRAINED = sorted(PROPOSERS.keys() - {"naive", "mtp_ngram", "eagle_ngram"})
 
 
 @pytest.mark.parametrize("proposer", marked(WITH_TRAINED, ["mtp_ngram_override"]))
 def test_seeded_text_of_target_match(proposer: str, trained: Path, draft: Path, plain: Any) -> None:
-    """Token for token that without speculation: the noise hangs on seed and position alone."""
+    """It is the text without speculation: the noise depends only on seed and position."""
     with engine(trained, speculative(proposer, draft, verify_strategy="target_match")) as e:
         assert tokens(e, TWO, **SAMPLED) == plain["sampled"]
 

@@ -1,4 +1,4 @@
-"""What is compiled before a server takes requests: no kernel of the plugin's is left to be compiled for one."""
+"""All of the plugin's kernels are compiled before a server takes requests."""
 
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ KERNELS = {
 SAMPLED = {"temperature": 0.9, "seed": 3}
 
 
-class Noting:
-    """A kernel that notes of each launch what decides whether it has to be compiled."""
+class NotingKernel:
+    """Notes which variants of a kernel Triton would compile, by the arguments of its launches."""
 
-    def __init__(self, kernel: Any, seen: set[Any]) -> None:
+    def __init__(self, kernel: Any, variants: set[Any]) -> None:
         self._kernel = kernel
-        self._seen = seen
+        self._variants = variants
 
     def __getitem__(self, grid: Any) -> Any:
         kernel = self._kernel
@@ -41,21 +41,21 @@ class Noting:
             unspecialized = kernel.kwargs.get("do_not_specialize") or ()
             given = zip(kernel.arg_names, args, strict=False)
             variant = [self._variant(value, name not in unspecialized) for name, value in given]
-            self._seen.add((kernel.__name__, *variant, *sorted(constants.items())))
+            self._variants.add((kernel.__name__, *variant, *sorted(constants.items())))
             return kernel[grid](*args, **constants)
 
         return launch
 
     @staticmethod
     def _variant(value: Any, is_specialized: bool) -> Any:
-        """As Triton keys its cache; memory that torch has given is aligned on a GPU."""
+        """The key of Triton's cache for an argument; torch's memory is always aligned on a GPU."""
         if isinstance(value, torch.Tensor):
             return value.dtype
         return value if value is None else is_specialized and (value == 1, value % 16 == 0)
 
 
 def use(e: Engine, texts: list[list[int]]) -> None:
-    """Requests that use all that needs a kernel."""
+    """Run requests that need every kernel."""
     schema = StructuredOutputsParams(json={"enum": ["ab", "abcd"]})
     for sampling in ({}, SAMPLED, SAMPLED | {"top_p": 0.9}):
         tokens(e, FEW[:3], max_tokens=4, **sampling)
@@ -80,18 +80,18 @@ def test_no_request_waits_for_a_compiler(
 ) -> None:
     with engine(trained) as e:
         texts = tokens(e)
-    seen: set[Any] = set()
+    variants: set[Any] = set()
     for module, names in KERNELS.items():
         for name in names:
-            monkeypatch.setattr(module, name, Noting(getattr(module, name), seen))
+            monkeypatch.setattr(module, name, NotingKernel(getattr(module, name), variants))
     with warmed_up(), start(trained, config_of(proposer, draft, **options), **STRUCTURED) as e:
-        compiled = set(seen)
+        compiled = set(variants)
         use(e, texts)
-    assert {name for name, *_ in seen} == {name for name, *_ in compiled}
-    assert not seen - compiled
+    assert {name for name, *_ in variants} == {name for name, *_ in compiled}
+    assert not variants - compiled
 
 
-def test_nothing_is_left_of_it(trained: Path, draft: Path) -> None:
+def test_warm_up_leaves_nothing(trained: Path, draft: Path) -> None:
     config = config_of("mtp_ngram", draft, verify_strategy="rejection", draft_sample_method="probabilistic")
     with engine(trained, config) as e:
         drafting, states = e.runner.speculator.drafting, e.runner.sampler.sampling_states

@@ -14,11 +14,12 @@ from vllm_specplus.runners.v2 import install
 
 @contextmanager
 def warmed_up(look: Callable[[Any], None] = lambda runner: None) -> Iterator[None]:
-    """An engine that starts in the block runs real steps first, of requests that vLLM makes up.
+    """Make an engine that starts in the block run steps of vLLM's made-up requests first.
 
-    `look` is shown the model runner after these, before the worker goes on.
+    Args:
+        look: is called with the model runner after these steps, before the worker goes on.
     """
-    # Not what vLLM asks of them: one of its own kernels does not run under the interpreter.
+    # vLLM's own requests need one of its kernels that does not run under the interpreter.
     made_up = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     warm_up = CPUWorker.compile_or_warm_up_model
 

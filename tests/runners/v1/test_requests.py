@@ -1,4 +1,4 @@
-"""References and counts on the V1 model runner, whose steps are played here."""
+"""References and counts on the V1 model runner; the tests play its steps."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -19,11 +19,11 @@ from vllm_specplus.sources import SOURCES
 MAX_LEN = 64
 WIDTH = 4
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12]
-GUESSED = ([1, 1, 1], 0)  # What stands for drafts of the history.
+FROM_HISTORY = ([1, 1, 1], 0)  # drafts of the history, none of them the model's
 
 
 class Steps:
-    """A runner's requests, prompt and output, and the steps that they take."""
+    """The prompts and outputs of a runner's requests, and their steps."""
 
     def __init__(self, rank: int = 0, **options: Any):
         options = {"method": "ngram", "num_speculative_tokens": WIDTH} | options
@@ -35,10 +35,10 @@ class Steps:
         self.prompt: dict[str, list[int]] = {}
         self.output: dict[str, list[int]] = {}
 
-    def add(self, req_id: str, reference: Iterable[int] | None = None, prompt: Iterable[int] = (3, 4), **asked: Any):
-        """What the scheduler says of a request that begins."""
+    def add(self, req_id: str, reference: Iterable[int] | None = None, prompt: Iterable[int] = (3, 4), **options: Any):
+        """Add a request; returns what the scheduler tells the worker when it begins."""
         self.prompt[req_id], self.output[req_id] = list(prompt), []
-        return new_request(req_id, reference, **asked)
+        return new_request(req_id, reference, **options)
 
     def begin(
         self,
@@ -48,7 +48,7 @@ class Steps:
         scheduled: dict[str, list[int]] | None = None,
         invalid: dict[str, int] | None = None,
     ) -> None:
-        """A step begins in which these drafts are verified."""
+        """Begin a step in which the drafts of `scheduled` are verified."""
         self.tracker.before_step(
             SimpleNamespace(
                 scheduled_new_reqs=list(new),
@@ -62,23 +62,32 @@ class Steps:
     def draft(
         self,
         sampled: dict[str, list[int]],
-        made: dict[str, tuple[list[int], int]] | None = None,
+        others: dict[str, tuple[list[int], int]] | None = None,
         room: dict[str, int] | None = None,
     ) -> dict[str, tuple[list[int], int]]:
-        """Drafts of the requests that got these tokens, and how many of them are the model's; `made`: as before."""
+        """Draft for the requests that got these tokens.
+
+        Args:
+            sampled: the tokens of each request.
+            others: drafts of model and history, and how many are the model's.
+            room: the most drafts of each request.
+
+        Returns:
+            The drafts of each request, and how many are the model's.
+        """
         for req_id, tokens in sampled.items():
             self.output[req_id] += tokens
         texts = {req_id: self.prompt[req_id] + self.output[req_id] for req_id in sampled}
         history = make_history(texts, MAX_LEN)
         history.num_prompt_tokens[:] = [len(self.prompt[req_id]) for req_id in sampled]
-        lists, num_model = zip(*((made or {}).get(req_id, ([], 0)) for req_id in sampled), strict=True)
+        lists, num_model = zip(*((others or {}).get(req_id, ([], 0)) for req_id in sampled), strict=True)
         drafts = Drafts([list(tokens) for tokens in lists], np.array(num_model, np.int32))
         rooms = [(room or {}).get(req_id, WIDTH * bool(tokens)) for req_id, tokens in sampled.items()]
         self.tracker.put_references_first(history, np.array(rooms), drafts)
         return dict(zip(sampled, zip(drafts.token_ids, drafts.num_model.tolist(), strict=True), strict=True))
 
     def end(self, sampled: dict[str, list[int]]) -> None:
-        """A step has given these tokens."""
+        """End a step that has given these tokens."""
         output = SimpleNamespace(req_ids=list(sampled), sampled_token_ids=list(sampled.values()))
         self.tracker.after_step(output)
 
@@ -94,34 +103,35 @@ def test_a_reference_comes_before_history_and_model() -> None:
     steps = Steps()
     steps.begin(*(steps.add(name, TEXT) for name in "abc"), steps.add("d"))
     sampled = dict.fromkeys("abcd", TEXT[:2])
-    drafts = steps.draft(sampled, {"a": GUESSED, "b": ([1, 1], 1), "d": ([1, 1], 1)})
+    drafts = steps.draft(sampled, {"a": FROM_HISTORY, "b": ([1, 1], 1), "d": ([1, 1], 1)})
     assert drafts == {"a": (TEXT[2:6], 0), "b": (TEXT[2:6], 0), "c": (TEXT[2:6], 0), "d": ([1, 1], 1)}
 
 
-def test_what_nothing_speaks_for_is_better_than_nothing_only() -> None:
+def test_a_guess_is_used_only_if_there_are_no_other_drafts() -> None:
     steps = Steps()
     steps.begin(*(steps.add(name, TEXT, edit=True) for name in "ab"))
-    # The output begins with another token, in the place of the text's first.
-    assert steps.draft({"a": [30], "b": [30]}, {"a": GUESSED}) == {"a": GUESSED, "b": (TEXT[1:5], 0)}
-    # Now it goes on as the text does.
+    # The output begins with another token than the text.
+    assert steps.draft({"a": [30], "b": [30]}, {"a": FROM_HISTORY}) == {"a": FROM_HISTORY, "b": (TEXT[1:5], 0)}
+    # The output goes on as the text does.
     sampled = {"a": TEXT[1:3], "b": TEXT[1:3]}
-    assert steps.draft(sampled, {"a": GUESSED}) == dict.fromkeys("ab", (TEXT[3:7], 0))
+    assert steps.draft(sampled, {"a": FROM_HISTORY}) == dict.fromkeys("ab", (TEXT[3:7], 0))
 
 
-def test_a_reference_that_says_nothing_leaves_the_others_drafts() -> None:
+def test_a_reference_that_does_not_match_leaves_other_drafts() -> None:
     steps = Steps()
     steps.begin(steps.add("a", TEXT), steps.add("b", TEXT))
-    assert steps.draft({"a": [30], "b": [*TEXT]}, dict.fromkeys("ab", GUESSED)) == dict.fromkeys("ab", GUESSED)
+    others = dict.fromkeys("ab", FROM_HISTORY)
+    assert steps.draft({"a": [30], "b": [*TEXT]}, others) == others
 
 
 def test_no_more_is_drafted_than_there_is_room_for() -> None:
     steps = Steps()
     steps.begin(*(steps.add(name, TEXT) for name in "abc"))
-    drafts = steps.draft(dict.fromkeys("abc", TEXT[:1]), {"c": GUESSED}, room={"a": 3, "b": 0, "c": 1})
+    drafts = steps.draft(dict.fromkeys("abc", TEXT[:1]), {"c": FROM_HISTORY}, room={"a": 3, "b": 0, "c": 1})
     assert drafts == {"a": (TEXT[1:4], 0), "b": ([], 0), "c": (TEXT[1:2], 0)}
 
 
-def test_the_prompt_is_no_output() -> None:
+def test_the_prompt_does_not_count_as_output() -> None:
     steps = Steps()
     steps.begin(steps.add("a", TEXT, prompt=TEXT[:4]))
     assert steps.draft({"a": TEXT[:2]}) == {"a": (TEXT[2:6], 0)}
@@ -129,7 +139,7 @@ def test_the_prompt_is_no_output() -> None:
 
 
 def test_no_request_drafts_from_anothers_reference() -> None:
-    """Whatever their order in the batch; nor does one that has the id of a request that has ended."""
+    """This holds in any order of the batch, and for a request with the id of one that has ended."""
     steps = Steps()
     other = [5, 6, 20, 21, 22, 23]
     steps.begin(steps.add("a", TEXT), steps.add("b"), steps.add("c", other))
@@ -161,7 +171,7 @@ def test_drafts_are_counted_by_who_made_them(options: dict[str, Any], source: st
     steps.end({"a": [2, 2, 3, 4], "b": [6, 7, 30]})
     assert steps.drafted() == {"model": [1, 1, 0, 0], source: [0, 0, 1, 0], "reference": [1, 1, 1, 1]}
     assert steps.accepted() == {"model": [1, 1, 0, 0], source: [0, 0, 1, 0], "reference": [1, 1, 0, 0]}
-    # Neither is drafted by a reference now: "b" said what the text does not.
+    # No reference drafts now: "b" has left its text.
     steps.begin(scheduled={"a": [9], "b": [9, 9]})
     steps.end({"a": [1], "b": [9, 1]})
     assert steps.drafted() == {"model": [1, 1, 0, 0], source: [2, 1, 1, 0], "reference": [1, 1, 1, 1]}
@@ -169,7 +179,7 @@ def test_drafts_are_counted_by_who_made_them(options: dict[str, Any], source: st
 
 
 def test_only_what_is_verified_counts() -> None:
-    """The scheduler cuts drafts, a grammar forbids some, and a preempted request's are lost."""
+    """The scheduler cuts drafts, a grammar forbids some, and a preempted request loses its own."""
     steps = Steps()
     steps.begin(*(steps.add(name, TEXT, key=name) for name in "abcd"))
     first = dict.fromkeys("abcd", TEXT[:1])
@@ -190,30 +200,30 @@ def test_only_what_is_verified_counts() -> None:
     ]
 
 
-def test_padding_is_nobodys() -> None:
-    """vLLM gives a request with one token left to compute a step of full width, before anything is drafted."""
+def test_padding_counts_as_unfilled() -> None:
+    """vLLM pads the first step of a request that has one token left to compute."""
     steps = Steps()
     steps.begin(steps.add("a"), scheduled={"a": [-1] * WIDTH})
     steps.end({"a": [1]})
     assert steps.drafted() == {"unfilled": [1] * WIDTH}
-    steps.draft({"a": [1]}, {"a": GUESSED})
+    steps.draft({"a": [1]}, {"a": FROM_HISTORY})
     steps.begin(preempted="a")
     steps.begin(scheduled={"a": [-1, -1]})
     steps.end({"a": [1]})
-    # A session goes on, which is a new request of the same id.
-    steps.draft({"a": [1]}, {"a": GUESSED})
+    # A session goes on as a new request with the same id.
+    steps.draft({"a": [1]}, {"a": FROM_HISTORY})
     steps.begin(steps.add("a"), scheduled={"a": [-1]})
     steps.end({"a": [1]})
     assert steps.drafted() == {"unfilled": [3, 2, 1, 1]}
     assert steps.accepted() == {}
 
 
-def test_a_requests_counts_are_of_its_reference_alone() -> None:
+def test_a_requests_counts_are_only_of_its_reference() -> None:
     steps = Steps()
     steps.begin(steps.add("a", TEXT, edit=True, key="one"), steps.add("b", key="two"), steps.add("c", TEXT))
-    # "a" begins otherwise than its reference, so that the history's drafts stand.
+    # "a" does not begin like its reference, so it keeps the history's drafts.
     first = {"a": [30], "b": TEXT[:1], "c": TEXT[:1]}
-    drafts = steps.draft(first, {"a": GUESSED, "b": GUESSED})
+    drafts = steps.draft(first, {"a": FROM_HISTORY, "b": FROM_HISTORY})
     steps.end(first)
     steps.begin(scheduled={name: tokens for name, (tokens, _) in drafts.items()})
     second = {"a": [1, 1, 6], "b": [1, 1, 1, 2], "c": [*TEXT[1:4], 30]}
@@ -224,7 +234,7 @@ def test_a_requests_counts_are_of_its_reference_alone() -> None:
     assert steps.accepted() == {"ngram": [2, 2, 1, 0], "reference": [1, 1, 1, 0]}
 
 
-def test_counts_wait_for_their_request_to_end_and_to_be_asked_for() -> None:
+def test_counts_are_kept_until_their_request_ends_and_they_are_collected() -> None:
     steps = Steps()
     nothing = {"requests": 0, "references": 0, "kept_counts": 0}
     assert steps.tracker.stats()["entries"] == nothing
@@ -238,7 +248,7 @@ def test_counts_wait_for_their_request_to_end_and_to_be_asked_for() -> None:
     assert steps.tracker.stats()["entries"] == nothing
 
 
-def test_drafts_of_a_request_that_has_ended_are_not_the_next_ones() -> None:
+def test_drafts_of_a_request_that_has_ended_do_not_count_for_the_next() -> None:
     steps = Steps()
     steps.begin(steps.add("a", TEXT))
     steps.draft({"a": TEXT[:1]})
@@ -248,7 +258,7 @@ def test_drafts_of_a_request_that_has_ended_are_not_the_next_ones() -> None:
     assert steps.drafted() == {"unfilled": [1, 0, 0, 0]}
 
 
-def test_a_request_that_begins_as_it_ends_runs() -> None:
+def test_a_request_may_begin_in_the_step_in_which_its_id_ends() -> None:
     steps = Steps()
     steps.begin(steps.add("a", TEXT, key="one"))
     steps.begin(steps.add("a", TEXT, key="one"), ended="a")
@@ -256,25 +266,25 @@ def test_a_request_that_begins_as_it_ends_runs() -> None:
     assert steps.draft({"a": TEXT[:1]}) == {"a": (TEXT[1:5], 0)}
 
 
-def test_limits_are_the_requests() -> None:
+def test_each_request_has_its_own_limit() -> None:
     steps = Steps()
     steps.begin(steps.add("a", max_drafts=1), steps.add("b"), steps.add("c", TEXT, max_drafts=0))
     assert steps.tracker.limits(["b", "c", "a"], 3).tolist() == [3, 0, 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_worker_says_what_is_cut(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-    monkeypatch.setattr(live_requests.logger, "warning", lambda *args: said.append(args))
+def test_one_worker_logs_a_cut_reference(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Any] = []
+    monkeypatch.setattr(live_requests.logger, "warning", lambda *args: lines.append(args))
     steps = Steps(rank)
     steps.begin(steps.add("a", range(9)))
-    assert not said
+    assert not lines
     steps.begin(steps.add("b", range(9), num_cut=1))
-    assert len(said) == (rank == 0)
+    assert len(lines) == (rank == 0)
 
 
 def test_any_steps_add_up() -> None:
-    """Requests with and without a reference come, go, are preempted, and have their drafts cut or forbidden."""
+    """Requests with and without a reference begin and end, and their drafts are cut or forbidden."""
     rng = np.random.default_rng(0)
     steps = Steps(method="mtp", num_model_steps=2, mtp_strategy="with_ngram")
     verified = np.zeros((2, WIDTH), np.int64)
@@ -309,8 +319,8 @@ def test_any_steps_add_up() -> None:
             if sampled[req_id]:
                 verified[0, :num_drafts] += 1
                 verified[1, :num_accepted] += 1
-        made = {req_id: (tokens(rng.integers(2, WIDTH + 1)), 2) for req_id in chosen if sampled[req_id]}
-        pending |= {req_id: drafts for req_id, (drafts, _) in steps.draft(sampled, made).items()}
+        others = {req_id: (tokens(rng.integers(2, WIDTH + 1)), 2) for req_id in chosen if sampled[req_id]}
+        pending |= {req_id: drafts for req_id, (drafts, _) in steps.draft(sampled, others).items()}
         steps.end(sampled)
     stats = steps.tracker.stats()
     for what, expected in zip(("drafted", "accepted"), verified, strict=True):

@@ -1,4 +1,4 @@
-"""Stand-ins for what `runners.v2.suffix` has of vLLM, on the CPU."""
+"""Stand-ins for the parts of vLLM that `runners.v2.suffix` reads, on the CPU."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ SENTINEL = -99
 
 
 class Event:
-    """In the place of `torch.cuda.Event`; notes in `waited` which of them, by the order of creation, was waited for."""
+    """Stands in for `torch.cuda.Event`; lists in `waited` the numbers, by creation, of the events waited for."""
 
     made = 0
     waited: list[int] = []  # noqa: RUF012
@@ -41,7 +41,7 @@ class Event:
 class Engine:
     """Requests in the places of a Model Runner V2 of `max_num_reqs`, and the slot filler that drafts for them.
 
-    Memory that is no request's holds tokens that would match.
+    Memory that belongs to no request holds tokens that would match.
     """
 
     def __init__(self, *, width: int = 4, is_async: bool = False, max_num_reqs: int = 4, **options):
@@ -83,7 +83,7 @@ class Engine:
         )
 
     def add(self, req_id: str, index: int, prompt: list[int], output: list[int] | None = None) -> None:
-        """A request begins in place `index`, or goes on there with the output that it had."""
+        """Begin a request in place `index`, or continue it there with its output."""
         known = [*prompt, *(output or [])]
         assert index not in self.states.req_id_to_index.values()
         self.states.req_id_to_index[req_id] = index
@@ -96,21 +96,27 @@ class Engine:
         del self.states.req_id_to_index[req_id]
 
     def text(self, req_id: str) -> list[int]:
-        """What the device has of a request."""
+        """The tokens of a request on the device."""
         index = self.states.req_id_to_index[req_id]
         return self.token_ids[index, : self.total_len[index]].tolist()
 
     def mirrored(self, req_id: str) -> list[int]:
-        """What the host has of a request."""
+        """The tokens of a request on the host."""
         index = self.states.req_id_to_index[req_id]
         return self.mirror.token_ids[index, : self.mirror.num_tokens[index]].tolist()
 
     def step(
         self, sampled: dict[str, list[int]], model: list[list[int]] | None = None, width: int | None = None
     ) -> tuple[list[list[int]], list[int]]:
-        """A step in which the requests of `sampled` get these tokens: drafts, and how many of them are the model's.
+        """Run a step.
 
-        A request that gets none is being prefilled. `model` holds the model's drafts; `width`: slots of a request.
+        Args:
+            sampled: the tokens that each request gets; none during its prefill.
+            model: the model's drafts.
+            width: slots of a request.
+
+        Returns:
+            The drafts of each request, and how many are the model's.
         """
         width = self.width if width is None else width
         indices = [self.states.req_id_to_index[req_id] for req_id in sampled]

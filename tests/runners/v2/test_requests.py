@@ -1,4 +1,4 @@
-"""References and counts on Model Runner V2, whose steps are played here; kernels draft and count."""
+"""References and counts on Model Runner V2; the tests play its steps, and the kernels draft and count."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.interpreter
 MAX_LEN = 64
 WIDTH = 4
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
-GUESSED = ([1, 1, 1], 0)  # What stands for drafts of the history.
+FROM_HISTORY = ([1, 1, 1], 0)  # drafts of the history, none of them the model's
 
 Drafted = dict[str, tuple[list[int], int]]
 
@@ -34,9 +34,9 @@ def events(monkeypatch):
 
 
 class Engine:
-    """Requests in the places of a Model Runner V2, and what `runners.v2.drafting.Drafting` does with their tracker.
+    """Requests in the places of a Model Runner V2, and their tracker, used as `runners.v2.drafting.Drafting` does.
 
-    Memory that is no request's holds the text that references hold.
+    Memory that belongs to no request holds the text of the references.
     """
 
     def __init__(self, *, is_async: bool = False, width: int = WIDTH, method: str = "ngram", rank: int = 0):
@@ -63,7 +63,7 @@ class Engine:
         self.prompt_len: dict[str, int] = {}
 
     def schedule(self, *new: Any, ended: Iterable[str] = ()) -> None:
-        """A step begins; places are left and taken later."""
+        """Begin a step; requests take and leave their places later."""
         self.tracker.before_step(SimpleNamespace(scheduled_new_reqs=list(new), finished_req_ids=set(ended)))
 
     def add(
@@ -73,11 +73,11 @@ class Engine:
         reference: Iterable[int] | None = None,
         prompt: Iterable[int] = (3, 4),
         output: Iterable[int] = (),
-        **asked: Any,
+        **options: Any,
     ) -> None:
-        """A request begins in place `index`, or goes on there with the output that it had."""
+        """Begin a request in place `index`, or continue it there with its output."""
         known = [*prompt, *output]
-        self.schedule(new_request(req_id, reference, **asked))
+        self.schedule(new_request(req_id, reference, **options))
         self.places[req_id], self.prompt_len[req_id] = index, len(known) - len(list(output))
         self.token_ids[index, : len(known)] = torch.tensor(known, dtype=torch.int32)
         self.total_len[index] = len(known)
@@ -95,7 +95,7 @@ class Engine:
         self.tracker.end(self.places.pop(req_id))
 
     def text(self, req_id: str) -> list[int]:
-        """What the device has of a request."""
+        """The tokens of a request on the device."""
         index = self.places[req_id]
         return self.token_ids[index, : self.total_len[index]].tolist()
 
@@ -112,19 +112,27 @@ class Engine:
     def step(
         self,
         sampled: dict[str, list[int]],
-        made: Drafted | None = None,
+        others: Drafted | None = None,
         *,
         slots: dict[str, int] | None = None,
         invalid: list[bool] | None = None,
         width: int | None = None,
     ) -> Drafted:
-        """A step in which the requests of `sampled` get these tokens: drafts, and how many of them are the model's.
+        """Run a step.
 
-        `made`: the same, as they were before the references were asked. `slots`: what was verified, else nothing.
+        Args:
+            sampled: the tokens that each request gets; none during its prefill.
+            others: drafts of model and history, and how many are the model's.
+            slots: how many slots of each request are verified, 0 by default.
+            invalid: rows whose draft a grammar forbids.
+            width: slots of a request in the next step.
+
+        Returns:
+            The drafts of each request, and how many are the model's.
         """
         tracker, width = self.tracker, self.width if width is None else width
         batch = self.batch(sampled, [(slots or {}).get(req_id, 0) for req_id in sampled])
-        # There is more in vLLM's buffers than the batch.
+        # vLLM's buffers hold more than the batch.
         counts = [*map(len, sampled.values()), 1, 1]
         num_sampled = torch.tensor(counts, dtype=torch.int32)
         mask = None if invalid is None else torch.tensor(invalid)
@@ -137,7 +145,7 @@ class Engine:
             self.total_len[index] = end + len(new)
         tracker.count_steps(batch, num_sampled)
         max_drafts = tracker.limit(batch, (num_sampled[: len(sampled)] > 0).to(torch.int32) * width)
-        lists = [(made or {}).get(req_id, ([], 0)) for req_id in sampled]
+        lists = [(others or {}).get(req_id, ([], 0)) for req_id in sampled]
         drafts = torch.tensor([(tokens + [-1] * width)[:width] for tokens, _ in lists]).reshape(len(lists), width)
         if tracker.references(batch):
             self.copier.advance(batch, drafts, 0, max_drafts)
@@ -167,30 +175,31 @@ def test_a_reference_comes_before_history_and_model():
     for index, name in enumerate("abc"):
         engine.add(name, 3 - index, TEXT)
     engine.add("d", 0)
-    drafts = engine.step(dict.fromkeys("dabc", TEXT[:2]), {"a": GUESSED, "b": ([1, 1], 1), "d": ([1, 1], 1)})
+    drafts = engine.step(dict.fromkeys("dabc", TEXT[:2]), {"a": FROM_HISTORY, "b": ([1, 1], 1), "d": ([1, 1], 1)})
     assert drafts == {"d": ([1, 1], 1), "a": (TEXT[2:6], 0), "b": (TEXT[2:6], 0), "c": (TEXT[2:6], 0)}
 
 
-def test_what_nothing_speaks_for_is_better_than_nothing_only():
+def test_a_guess_is_used_only_if_there_are_no_other_drafts():
     engine = Engine()
     engine.add("a", 2, TEXT, edit=True)
     engine.add("b", 1, TEXT, edit=True)
-    # The output begins with another token, in the place of the text's first.
-    assert engine.step({"a": [30], "b": [30]}, {"a": GUESSED}) == {"a": GUESSED, "b": (TEXT[1:5], 0)}
-    # Now it goes on as the text does.
+    # The output begins with another token than the text.
+    assert engine.step({"a": [30], "b": [30]}, {"a": FROM_HISTORY}) == {"a": FROM_HISTORY, "b": (TEXT[1:5], 0)}
+    # The output goes on as the text does.
     sampled = {"a": TEXT[1:3], "b": TEXT[1:3]}
-    assert engine.step(sampled, {"a": GUESSED}) == dict.fromkeys("ab", (TEXT[3:7], 0))
+    assert engine.step(sampled, {"a": FROM_HISTORY}) == dict.fromkeys("ab", (TEXT[3:7], 0))
 
 
-def test_a_reference_that_says_nothing_leaves_the_others_drafts():
+def test_a_reference_that_does_not_match_leaves_other_drafts():
     engine = Engine()
     engine.add("a", 0, TEXT)
     engine.add("b", 1, TEXT)
-    assert engine.step({"a": [30], "b": TEXT}, {"a": ([1, 2], 2), "b": GUESSED}) == {"a": ([1, 2], 2), "b": GUESSED}
+    others = {"a": ([1, 2], 2), "b": FROM_HISTORY}
+    assert engine.step({"a": [30], "b": TEXT}, others) == others
 
 
 def test_no_more_is_drafted_than_allowed():
-    """By the request, by vLLM for the step, and not while a prompt is being prefilled."""
+    """The request sets a limit, vLLM sets one for the step, and a prefill drafts nothing."""
     engine = Engine()
     engine.add("a", 0, TEXT, max_drafts=2)
     engine.add("b", 1, TEXT)
@@ -202,40 +211,40 @@ def test_no_more_is_drafted_than_allowed():
     assert engine.step({"b": TEXT[2:3]}, width=0) == {"b": ([], 0)}
 
 
-def test_the_prompt_is_no_output():
+def test_the_prompt_does_not_count_as_output():
     engine = Engine()
     engine.add("a", 0, TEXT, prompt=TEXT[:4])
     assert engine.step({"a": TEXT[:2]}) == {"a": (TEXT[2:6], 0)}
     assert engine.step({"a": [30]}) == {"a": ([], 0)}
 
 
-def test_one_tick_later_a_text_that_agrees_is_drafted_as_well():
-    """The host knows the tokens of the step before; what it predicts goes on behind those that came since."""
+def test_one_step_later_a_text_that_agrees_is_drafted_as_well():
+    """The host has the tokens of the step before; the device continues its prediction behind the newer tokens."""
     engine = Engine(is_async=True)
     engine.add("a", 1, TEXT)
-    assert engine.step({"a": TEXT[:1]}, {"a": GUESSED}) == {"a": (TEXT[1:5], 0)}
-    assert engine.step({"a": TEXT[1:4]}, {"a": GUESSED}) == {"a": (TEXT[4:8], 0)}
-    assert engine.step({"a": TEXT[4:9]}, {"a": GUESSED}) == {"a": (TEXT[9:], 0)}
-    assert engine.step({"a": TEXT[9:]}, {"a": GUESSED}) == {"a": GUESSED}
+    assert engine.step({"a": TEXT[:1]}, {"a": FROM_HISTORY}) == {"a": (TEXT[1:5], 0)}
+    assert engine.step({"a": TEXT[1:4]}, {"a": FROM_HISTORY}) == {"a": (TEXT[4:8], 0)}
+    assert engine.step({"a": TEXT[4:9]}, {"a": FROM_HISTORY}) == {"a": (TEXT[9:], 0)}
+    assert engine.step({"a": TEXT[9:]}, {"a": FROM_HISTORY}) == {"a": FROM_HISTORY}
     assert Event.waited == [0, 1, 2]
 
 
 @pytest.mark.parametrize("edit", [True, False])
-def test_one_tick_later_a_text_that_disagrees_is_noticed_at_once(edit):
+def test_one_step_later_a_text_that_disagrees_is_noticed_at_once(edit):
     engine = Engine(is_async=True)
     engine.add("a", 1, TEXT, edit=edit)
     engine.step({"a": TEXT[:1]})
     assert engine.step({"a": [TEXT[1], 30]}, {"a": ([1, 2], 1)}) == {"a": ([1, 2], 1)}
-    # The host expects that 30 stands for TEXT[2], or nothing; where the text goes on, the device has the last word.
-    assert engine.step({"a": [TEXT[3]]}, {"a": GUESSED}) == {"a": (TEXT[4:8], 0) if edit else GUESSED}
-    assert engine.step({"a": [40]}, {"a": GUESSED}) == {"a": GUESSED}
+    # With `edit` the host takes 30 for a replaced TEXT[2], else it predicts nothing. The device compares what came.
+    assert engine.step({"a": [TEXT[3]]}, {"a": FROM_HISTORY}) == {"a": (TEXT[4:8], 0) if edit else FROM_HISTORY}
+    assert engine.step({"a": [40]}, {"a": FROM_HISTORY}) == {"a": FROM_HISTORY}
 
 
-def test_one_tick_later_a_request_that_begins_goes_on_from_its_prompt():
+def test_one_step_later_a_request_that_begins_goes_on_from_its_prompt():
     engine = Engine(is_async=True)
     engine.add("a", 1, TEXT, prompt=TEXT[:3])
     assert engine.step({"a": []}, {"a": ([], 0)}) == {"a": ([], 0)}
-    assert engine.step({"a": [30]}, {"a": GUESSED}) == {"a": GUESSED}
+    assert engine.step({"a": [30]}, {"a": FROM_HISTORY}) == {"a": FROM_HISTORY}
     engine.add("b", 2, TEXT)
     assert engine.step({"a": [31], "b": TEXT[:2]}) == {"a": ([], 0), "b": (TEXT[2:6], 0)}
 
@@ -255,7 +264,7 @@ def test_a_preempted_request_goes_on_at_another_place(is_async):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_no_request_drafts_from_anothers_reference(is_async):
-    """Whatever their places; nor does one that has the place of a request that has ended, even by its id."""
+    """This holds in any place, also in that of a request that has ended, and even under its id."""
     engine = Engine(is_async=is_async)
     other = [5, 6, 20, 21, 22, 23, 24, 25]
     engine.add("a", 2, TEXT)
@@ -272,10 +281,10 @@ def test_no_request_drafts_from_anothers_reference(is_async):
     assert engine.step({"a": [6], "d": [5]}) == {"a": ([], 0), "d": (TEXT[1:5], 0)}
     engine.end("d")
     assert not engine.tracker.references(engine.batch("a"))
-    assert engine.step({"a": [7]}, {"a": GUESSED}) == {"a": GUESSED}
+    assert engine.step({"a": [7]}, {"a": FROM_HISTORY}) == {"a": FROM_HISTORY}
 
 
-def test_limits_are_the_requests():
+def test_each_request_has_its_own_limit():
     engine = Engine()
     engine.add("a", 0, max_drafts=1)
     engine.add("b", 1)
@@ -285,9 +294,9 @@ def test_limits_are_the_requests():
     assert limit.dtype == torch.int32
     assert limit.tolist() == [4, 3, 0, 1]
     assert engine.tracker.limit(engine.batch("a"), torch.zeros(1, dtype=torch.int32)).tolist() == [0]
-    as_they_are = torch.full((2,), 4, dtype=torch.int32)
-    assert engine.tracker.limit(engine.batch("bd"), as_they_are) is as_they_are
-    assert Engine().tracker.limit(SimpleNamespace(), as_they_are) is as_they_are
+    unlimited = torch.full((2,), 4, dtype=torch.int32)
+    assert engine.tracker.limit(engine.batch("bd"), unlimited) is unlimited
+    assert Engine().tracker.limit(SimpleNamespace(), unlimited) is unlimited
 
 
 @pytest.mark.parametrize(("method", "source"), [("ngram", "ngram"), ("suffix", "suffix"), ("naive", "ngram")])
@@ -301,7 +310,7 @@ def test_drafts_are_counted_by_who_made_them(method, source):
     expected = {"model": [1, 1, 0, 0], source: [0, 0, 1, 0], "reference": [1, 1, 1, 1], "unfilled": [0, 0, 0, 1]}
     assert engine.drafted() == expected
     assert engine.accepted() == {"model": [1, 1, 0, 0], source: [0, 0, 1, 0], "reference": [1, 1, 0, 0]}
-    # What the reference did not make is the model's, and what was cut or forbidden does not count.
+    # Drafts before `num_model` count for the model. Drafts that were cut or forbidden do not count.
     engine.step({"a": [9, 1], "b": [1]}, {"a": ([9, 9], 0)}, slots={"a": 1})
     engine.step({"b": [1], "a": [9, 1]}, slots={"a": 2, "b": 1}, invalid=[False, False, False, False, True])
     assert engine.drafted() == {
@@ -317,11 +326,11 @@ def test_a_requests_counts_go_on_over_preemption():
     engine = Engine()
     engine.add("a", 1, TEXT, key="one")
     engine.add("b", 2, key="two")
-    engine.step({"a": TEXT[:1], "b": [5]}, {"b": GUESSED})
+    engine.step({"a": TEXT[:1], "b": [5]}, {"b": FROM_HISTORY})
     engine.step({"a": [*TEXT[1:3], 30], "b": [1, 1]}, slots={"a": 4, "b": 3})  # "a": 2 of 4
     assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 2}
     engine.preempt("a")
-    # Nothing of it is lost while it waits, and what goes on in its place is not its own.
+    # Its counts stay while it waits, and the request in its place does not add to them.
     engine.add("c", 1, TEXT)
     engine.step({"c": TEXT[:1], "b": [1]})
     engine.step({"c": TEXT[1:3], "b": [1]}, slots={"c": 4})
@@ -334,12 +343,12 @@ def test_a_requests_counts_go_on_over_preemption():
     assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 4, "accepted": 4, "rejected": 3}
     engine.end("a")
     assert engine.tracker.request_stats("one") is None
-    # Drafts of the history are none of a reference.
+    # Drafts of the history do not count for a reference.
     assert engine.tracker.request_stats("two") == {"num_requests": 1, "num_steps": 4, "accepted": 0, "rejected": 0}
     assert engine.tracker.request_stats("three") is None
 
 
-def test_a_place_is_counted_for_the_request_that_has_it():
+def test_a_place_counts_for_the_request_that_has_it():
     engine = Engine()
     for name in "ab":
         engine.add(name, 1, TEXT, key=name)
@@ -347,14 +356,14 @@ def test_a_place_is_counted_for_the_request_that_has_it():
         engine.step({name: TEXT[1:3]}, slots={name: 2})
         engine.end(name)
     engine.add("c", 1)
-    engine.step({"c": TEXT[:1]}, {"c": GUESSED})
+    engine.step({"c": TEXT[:1]}, {"c": FROM_HISTORY})
     engine.step({"c": [1, 30]}, slots={"c": 3})
     assert engine.drafted() == {"ngram": [1, 1, 1, 0], "reference": [2, 2, 0, 0]}
     expected = {"num_requests": 1, "num_steps": 2, "accepted": 1, "rejected": 1}
     assert [engine.tracker.request_stats(name) for name in "abc"] == [expected, expected, None]
 
 
-def test_a_request_that_begins_as_it_ends_runs():
+def test_a_request_may_begin_in_the_step_in_which_its_id_ends():
     engine = Engine()
     engine.add("a", 1, TEXT, key="one")
     engine.schedule(new_request("a", TEXT, key="one"), ended=["a"])
@@ -374,7 +383,7 @@ def test_requests_of_one_key_are_counted_together():
     assert engine.tracker.stats()["entries"] == {"requests": 0, "references": 0, "kept_counts": 0}
 
 
-def test_counts_wait_for_their_request_to_end_and_to_be_asked_for():
+def test_counts_are_kept_until_their_request_ends_and_they_are_collected():
     engine = Engine()
     nothing = {"requests": 0, "references": 0, "kept_counts": 0}
     assert engine.tracker.stats()["entries"] == nothing
@@ -389,18 +398,18 @@ def test_counts_wait_for_their_request_to_end_and_to_be_asked_for():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_worker_says_what_is_cut(rank, monkeypatch):
-    said = []
-    monkeypatch.setattr(live_requests.logger, "warning", lambda *args: said.append(args))
+def test_one_worker_logs_a_cut_reference(rank, monkeypatch):
+    lines = []
+    monkeypatch.setattr(live_requests.logger, "warning", lambda *args: lines.append(args))
     engine = Engine(rank=rank)
     engine.add("a", 0, range(9))
-    assert not said
+    assert not lines
     engine.add("b", 1, range(9), num_cut=1)
-    assert len(said) == (rank == 0)
+    assert len(lines) == (rank == 0)
 
 
 class Expected:
-    """What a reference drafts when it sees the text as it is, or as it was one step before."""
+    """The drafts of a reference that sees the text as it is, or as it was one step before."""
 
     def __init__(self, engine: Engine, req_id: str, reference: list[int], edit: bool):
         self.engine, self.req_id = engine, req_id
@@ -416,30 +425,30 @@ class Expected:
     def begin(self) -> None:
         self.seen = self.engine.text(self.req_id)
 
-    def drafts(self, made: tuple[list[int], int], limit: int) -> tuple[tuple[list[int], int], bool]:
-        """The drafts, and whether the reference made them."""
+    def drafts(self, others: tuple[list[int], int], limit: int) -> tuple[tuple[list[int], int], bool]:
+        """The drafts, and whether they are the reference's."""
         engine, text = self.engine, self.engine.text(self.req_id)
         before, self.seen = self.seen, text
         known = before if engine.is_async else text
         output = np.array(known[engine.prompt_len[self.req_id] :], np.int32)
         predicted = self.reference.draft(output, (2 * engine.width + 1) if engine.is_async else engine.width)
         found, _ = continued(Request(text, len(known), predicted.tolist(), [], limit), engine.width)
-        if found and not (self.reference.is_guess and known == text and made[0]):
+        if found and not (self.reference.is_guess and known == text and others[0]):
             return (found, 0), True
-        return made, False
+        return others, False
 
 
 @pytest.mark.parametrize("edit", [True, False])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_any_steps_draft_and_add_up(is_async, edit):
-    """Requests with and without a reference come, go, are preempted and limited; their drafts are cut."""
+    """Requests with and without a reference begin, end, are preempted and limited; their drafts are cut."""
     rng = np.random.default_rng(is_async)
     engine = Engine(is_async=is_async)
     expected: dict[str, Expected] = {}
-    asked: dict[str, dict[str, Any]] = {}
-    last: dict[str, tuple[list[int], bool]] = {}  # of each running request, the drafts and whether a reference's
+    options: dict[str, dict[str, Any]] = {}
+    last: dict[str, tuple[list[int], bool]] = {}  # by running request: its drafts, and whether they are its reference's
     verified = np.zeros((2, WIDTH), np.int64)
-    tallies: dict[str, np.ndarray] = {}
+    expected_counts: dict[str, np.ndarray] = {}
     free, started, num_first = [0, 1, 2, 3], 0, 0
 
     def tokens(count):
@@ -454,7 +463,7 @@ def test_any_steps_draft_and_add_up(is_async, edit):
                 if rng.random() < 0.5 and len(text) < MAX_LEN - 10:
                     engine.preempt(req_id)
                     place = free.pop(0)
-                    engine.add(req_id, place, prompt=text[:prompt_len], output=text[prompt_len:], **asked[req_id])
+                    engine.add(req_id, place, prompt=text[:prompt_len], output=text[prompt_len:], **options[req_id])
                     last[req_id] = [], False
                     if req_id in expected:
                         expected[req_id].begin()
@@ -462,16 +471,16 @@ def test_any_steps_draft_and_add_up(is_async, edit):
                     engine.end(req_id)
         while len(free) > 1:
             req_id = f"request-{started}"
-            asked[req_id] = {"key": req_id, "max_drafts": [None, None, 2][started % 3], "edit": edit}
+            options[req_id] = {"key": req_id, "max_drafts": [None, None, 2][started % 3], "edit": edit}
             if started % 4:
-                asked[req_id]["reference"] = tokens(30)
-            engine.add(req_id, free.pop(), prompt=tokens(3), **asked[req_id])
-            last[req_id], tallies[req_id] = ([], False), np.zeros(3, np.int64)
+                options[req_id]["reference"] = tokens(30)
+            engine.add(req_id, free.pop(), prompt=tokens(3), **options[req_id])
+            last[req_id], expected_counts[req_id] = ([], False), np.zeros(3, np.int64)
             if started % 4:
-                expected[req_id] = Expected(engine, req_id, asked[req_id]["reference"], edit)
+                expected[req_id] = Expected(engine, req_id, options[req_id]["reference"], edit)
             started += 1
         chosen = rng.permutation(list(engine.places))[: rng.integers(1, len(engine.places) + 1)].tolist()
-        sampled, slots, limits, made = {}, {}, {}, {}
+        sampled, slots, limits, others = {}, {}, {}, {}
         for req_id in chosen:
             drafts, is_reference = last[req_id]
             num_drafts = min(len(drafts), int(rng.integers(0, 2 * WIDTH)))
@@ -480,21 +489,21 @@ def test_any_steps_draft_and_add_up(is_async, edit):
             num_accepted = int(rng.integers(0, num_drafts + 1))
             sampled[req_id] = []
             if rng.random() < 0.9:
-                # Most outputs go on as their reference does.
+                # Most outputs go on like their reference.
                 at = len(engine.text(req_id)) - engine.prompt_len[req_id] + num_accepted
-                agreeing = asked[req_id].get("reference", [])[at : at + 1] if rng.random() < 0.7 else []
+                agreeing = options[req_id].get("reference", [])[at : at + 1] if rng.random() < 0.7 else []
                 sampled[req_id] = drafts[:num_accepted] + (agreeing or tokens(1))
             if sampled[req_id]:
                 verified[0, : slots[req_id]] += 1
                 verified[1, :num_accepted] += 1
-                tallies[req_id] += [1, num_accepted * is_reference, (num_drafts - num_accepted) * is_reference]
-            limits[req_id] = (asked[req_id]["max_drafts"] or WIDTH) * bool(sampled[req_id])
-            made[req_id] = tokens(rng.integers(0, limits[req_id] + 1)), 0
-        drafted = engine.step(sampled, made, slots=slots)
+                expected_counts[req_id] += [1, num_accepted * is_reference, (num_drafts - num_accepted) * is_reference]
+            limits[req_id] = (options[req_id]["max_drafts"] or WIDTH) * bool(sampled[req_id])
+            others[req_id] = tokens(rng.integers(0, limits[req_id] + 1)), 0
+        drafted = engine.step(sampled, others, slots=slots)
         for req_id in chosen:
-            wanted, is_reference = made[req_id], False
+            wanted, is_reference = others[req_id], False
             if req_id in expected:
-                wanted, is_reference = expected[req_id].drafts(made[req_id], limits[req_id])
+                wanted, is_reference = expected[req_id].drafts(others[req_id], limits[req_id])
             assert drafted[req_id] == wanted
             last[req_id] = wanted[0], is_reference
             num_first += is_reference
@@ -502,6 +511,6 @@ def test_any_steps_draft_and_add_up(is_async, edit):
     stats = engine.tracker.stats()
     for what, positions in zip(("drafted", "accepted"), verified, strict=True):
         assert np.sum(list(stats[what].values()), axis=0).tolist() == positions.tolist()
-    for req_id, (num_steps, accepted, rejected) in tallies.items():
+    for req_id, (num_steps, accepted, rejected) in expected_counts.items():
         counted = {"num_requests": 1, "num_steps": num_steps, "accepted": accepted, "rejected": rejected}
         assert engine.tracker.request_stats(req_id) == counted

@@ -1,4 +1,4 @@
-"""Suffix decoding on Model Runner V2 with synchronous scheduling; tests/kernels has the asynchronous half."""
+"""Suffix decoding on Model Runner V2 with synchronous scheduling."""
 
 import numpy as np
 import pytest
@@ -18,31 +18,31 @@ def events(monkeypatch):
     Event.install(monkeypatch)
 
 
-def test_host_tokens_grow_at_their_end():
-    tokens = TokenMirror(3, 16)
-    tokens.add(1, 2, [5, 6, 7])
-    assert tokens.num_tokens.tolist() == [0, 3, 0]
-    assert tokens.num_prompt_tokens.tolist() == [0, 2, 0]
-    tokens.extend(1, 5, np.array([8, 9]))
-    assert tokens.token_ids[1].tolist() == [5, 6, 7, 8, 9, *[0] * 11]
-    assert tokens.num_tokens.tolist() == [0, 5, 0]
-    assert not tokens.token_ids[[0, 2]].any()
+def test_a_mirror_grows_at_its_end():
+    mirror = TokenMirror(3, 16)
+    mirror.add(1, 2, [5, 6, 7])
+    assert mirror.num_tokens.tolist() == [0, 3, 0]
+    assert mirror.num_prompt_tokens.tolist() == [0, 2, 0]
+    mirror.extend(1, 5, np.array([8, 9]))
+    assert mirror.token_ids[1].tolist() == [5, 6, 7, 8, 9, *[0] * 11]
+    assert mirror.num_tokens.tolist() == [0, 5, 0]
+    assert not mirror.token_ids[[0, 2]].any()
 
 
-def test_host_tokens_tell_a_request_from_the_next():
-    tokens = TokenMirror(2, 16)
-    tokens.add(0, 3, [5, 6, 7])
-    before = tokens.generation.copy()
-    tokens.extend(0, 4, np.array([8]))
-    assert np.array_equal(tokens.generation, before)
-    tokens.add(0, 1, [4])
-    assert tokens.generation[0] != before[0]
-    assert tokens.generation[1] == before[1]
-    assert (tokens.num_tokens[0], tokens.num_prompt_tokens[0]) == (1, 1)
+def test_a_mirror_tells_a_request_from_the_next():
+    mirror = TokenMirror(2, 16)
+    mirror.add(0, 3, [5, 6, 7])
+    before = mirror.generation.copy()
+    mirror.extend(0, 4, np.array([8]))
+    assert np.array_equal(mirror.generation, before)
+    mirror.add(0, 1, [4])
+    assert mirror.generation[0] != before[0]
+    assert mirror.generation[1] == before[1]
+    assert (mirror.num_tokens[0], mirror.num_prompt_tokens[0]) == (1, 1)
 
 
-class Reference:
-    """What the matcher itself drafts when it sees each step's texts."""
+class Expected:
+    """The drafts of a matcher that sees the texts of each step."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -62,17 +62,17 @@ class Reference:
             num_speculative_tokens=engine.width,
             match_override_len=engine.options.match_override_len,
         )
-        made = drafter.draft(history, np.array(model), limits)
-        return made.token_ids, made.num_model.tolist()
+        hybrid = drafter.draft(history, np.array(model), limits)
+        return hybrid.token_ids, hybrid.num_model.tolist()
 
 
 @pytest.mark.parametrize(("num_steps", "override"), [(0, 0), (1, 0), (2, 4), (4, 2)])
 @pytest.mark.parametrize("cached", [0, 100])
 def test_a_synchronous_step_drafts_as_the_matcher_does(num_steps, override, cached):
-    """Requests come, go, are preempted, are prefilled in chunks and get several tokens at a time; rows change order."""
+    """Requests begin, end, are preempted and prefilled in chunks; rows change their order."""
     rng = np.random.default_rng(num_steps)
     engine = Engine(match_override_len=override, suffix_decoding_max_cached_requests=cached)
-    reference = Reference(engine)
+    expected = Expected(engine)
     num_drafts = num_model = 0
 
     def tokens(count):
@@ -81,7 +81,7 @@ def test_a_synchronous_step_drafts_as_the_matcher_does(num_steps, override, cach
     free, started = [0, 1, 2, 3], 0
     for _ in range(60):
         running = list(engine.states.req_id_to_index)
-        # At its end or by chance; every other one comes back, at another place, with its output in the prefill.
+        # They end by length or by chance. Half of them come back in another place, with their output in the prefill.
         for req_id in running:
             if len(engine.text(req_id)) > MAX_LEN - 10 or rng.random() < 0.05:
                 text, prompt_len = engine.text(req_id), engine.prompt_len[req_id]
@@ -97,7 +97,7 @@ def test_a_synchronous_step_drafts_as_the_matcher_does(num_steps, override, cach
         sampled = {req_id: tokens(rng.integers(0, engine.width + 2)) for req_id in chosen}
         model = [tokens(num_steps) for _ in chosen] if num_steps else None
         drafted = engine.step(sampled, model)
-        assert drafted == reference.step(sampled, model)
+        assert drafted == expected.step(sampled, model)
         assert all(engine.mirrored(req_id) == engine.text(req_id) for req_id in chosen)
         num_drafts += sum(map(len, drafted[0]))
         num_model += sum(drafted[1])
@@ -118,7 +118,7 @@ def test_a_step_without_drafts_takes_the_tokens_in():
     engine.add("a", 0, PERIOD)
     engine.step({"a": PERIOD[:3]}, width=0)
     assert engine.mirrored("a") == PERIOD + PERIOD[:3]
-    # More tokens are new to the matcher now than one step brings.
+    # The matcher now gets more new tokens than one step brings.
     engine.step({"a": PERIOD[3:]}, width=0)
     assert engine.step({"a": PERIOD[:2]}) == ([PERIOD[2:6]], [0])
 

@@ -1,4 +1,4 @@
-"""Suffix decoding on Model Runner V2 with asynchronous scheduling, where a kernel has the last word."""
+"""Suffix decoding on Model Runner V2 with asynchronous scheduling, where a kernel continues what the host predicts."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def events(monkeypatch):
 
 
 def replay(engine, req_id, truth):
-    """Serve a request whose output is `truth`, greedily; the drafts of each step."""
+    """Serve a request whose output is `truth`; returns the drafts of each step."""
     steps, drafts, at = [], [], 0
     while at < len(truth):
         right = 0
@@ -36,7 +36,7 @@ def replay(engine, req_id, truth):
 
 @pytest.mark.parametrize("width", [1, 3, 4])
 def test_a_text_that_repeats_itself_is_drafted_one_step_later(width):
-    """What is drafted is right although the host has not seen the latest tokens."""
+    """The drafts are right although the host does not have the latest tokens."""
     truth, steps = PERIOD * 5, {}
     for is_async in (False, True):
         engine = Engine(width=width, is_async=is_async, suffix_decoding_max_tree_depth=48)
@@ -45,43 +45,43 @@ def test_a_text_that_repeats_itself_is_drafted_one_step_later(width):
     assert len(steps[False][0]) == width
     assert steps[True][0] == []
     assert len(steps[True][1]) == width
-    # All drafts are right, from then on.
+    # From then on all drafts are right.
     assert len(steps[True]) == 2 + -(-(len(truth) - 2) // (width + 1))
     assert len(steps[True]) <= len(steps[False]) + 1
 
 
-class Reference:
-    """What is to be drafted, from the texts as they were one step before."""
+class Expected:
+    """The drafts of a matcher that sees the texts as they were one step before."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.matcher = engine.matcher()
-        self.seen: dict[str, list[int]] = {}
-        self.on_the_way: dict[str, list[int]] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.next_texts: dict[str, list[int]] = {}
 
     def add(self, req_id):
-        self.on_the_way.pop(req_id, None)
-        self.seen[req_id] = self.engine.text(req_id)
+        self.next_texts.pop(req_id, None)
+        self.texts[req_id] = self.engine.text(req_id)
 
     def step(self, sampled, model):
         engine = self.engine
         alive = engine.states.req_id_to_index
-        for req_id, text in self.on_the_way.items():
+        for req_id, text in self.next_texts.items():
             if req_id not in alive:  # its end is part of its response
                 history = make_history({req_id: text}, MAX_LEN)
                 history.num_prompt_tokens[:] = engine.prompt_len[req_id]
                 self.matcher.match(history, None, np.zeros(1, np.int32))
-        self.seen |= {req_id: text for req_id, text in self.on_the_way.items() if req_id in alive}
-        self.on_the_way = {req_id: engine.text(req_id) for req_id in sampled}
+        self.texts |= {req_id: text for req_id, text in self.next_texts.items() if req_id in alive}
+        self.next_texts = {req_id: engine.text(req_id) for req_id in sampled}
         self.matcher.retain(alive)
-        history = make_history({req_id: self.seen[req_id] for req_id in sampled}, MAX_LEN)
+        history = make_history({req_id: self.texts[req_id] for req_id in sampled}, MAX_LEN)
         history.num_prompt_tokens[:] = [engine.prompt_len[req_id] for req_id in sampled]
         match = self.matcher.match(history, None, np.full(len(sampled), 2 * engine.width + 1))
         override, drafted = engine.options.match_override_len, []
         for i, (req_id, predicted) in enumerate(zip(sampled, match.to_lists(), strict=True)):
             request = Request(
                 text=engine.text(req_id),
-                base_len=len(self.seen[req_id]),
+                base_len=len(self.texts[req_id]),
                 predicted=predicted,
                 model=[] if model is None else model[i],
                 limit=engine.width * bool(sampled[req_id]),
@@ -94,10 +94,10 @@ class Reference:
 @pytest.mark.parametrize(("num_steps", "override"), [(0, 0), (1, 0), (2, 4)])
 @pytest.mark.parametrize("cached", [0, 100])
 def test_a_step_drafts_from_the_texts_of_the_step_before(num_steps, override, cached):
-    """Requests come, go, are preempted and prefilled in chunks; many tokens are the drafts, or nothing would fit."""
+    """Requests begin, end, are preempted and prefilled in chunks. Many of the tokens are accepted drafts."""
     rng = np.random.default_rng(num_steps)
     engine = Engine(is_async=True, match_override_len=override, suffix_decoding_max_cached_requests=cached)
-    reference = Reference(engine)
+    expected = Expected(engine)
     num_drafts = num_model = 0
 
     def tokens(count):
@@ -113,10 +113,10 @@ def test_a_step_drafts_from_the_texts_of_the_step_before(num_steps, override, ca
                 engine.remove(req_id)
                 if rng.random() < 0.5 and len(text) < MAX_LEN - 10:
                     engine.add(req_id, free.pop(), text[:prompt_len], text[prompt_len:])
-                    reference.add(req_id)
+                    expected.add(req_id)
         while len(free) > 1:
             engine.add(f"request-{started}", free.pop(), tokens(rng.integers(1, 12)))
-            reference.add(f"request-{started}")
+            expected.add(f"request-{started}")
             started += 1
         running = list(engine.states.req_id_to_index)
         chosen = rng.permutation(running)[: rng.integers(1, len(running) + 1)].tolist()
@@ -126,8 +126,8 @@ def test_a_step_drafts_from_the_texts_of_the_step_before(num_steps, override, ca
             sampled[req_id] = [] if rng.random() < 0.1 else accepted + tokens(1)
         model = [tokens(num_steps) for _ in chosen] if num_steps else None
         drafted = engine.step(sampled, model)
-        assert drafted == reference.step(sampled, model)
-        assert {req_id: engine.mirrored(req_id) for req_id in chosen} == {i: reference.seen[i] for i in chosen}
+        assert drafted == expected.step(sampled, model)
+        assert {req_id: engine.mirrored(req_id) for req_id in chosen} == {i: expected.texts[i] for i in chosen}
         last |= dict(zip(chosen, drafted[0], strict=True))
         num_drafts += sum(map(len, drafted[0]))
         num_model += sum(drafted[1])
@@ -150,7 +150,7 @@ def test_a_request_gets_no_tokens_of_the_one_that_had_its_place():
     engine.add("a", 1, PERIOD)
     engine.step({"a": PERIOD[:3]})
     engine.remove("a")
-    # Of the same length, so that "a"'s latest tokens would go on from its text.
+    # Of the same length, so that the latest tokens of "a" would fit behind its text.
     engine.add("b", 1, [2] * 7)
     assert engine.step({"b": [1]}) == ([[]], [0])
     assert engine.mirrored("b") == [2] * 7
@@ -160,7 +160,7 @@ def test_a_request_gets_no_tokens_of_the_one_that_had_its_place():
 
 
 def test_a_request_that_comes_back_to_its_place_has_what_it_brings():
-    """Preempted, it brings its output in its prefill; what was on its way may be part of it, or not."""
+    """After preemption its prefill brings its output, with or without the tokens that were on their way."""
     engine = Engine(is_async=True)
     engine.add("a", 1, PERIOD)
     engine.step({"a": PERIOD[:3]})
@@ -218,7 +218,7 @@ def test_a_finished_request_is_dropped():
 
 @pytest.mark.parametrize("place", [0, 1], ids=["same place", "another place"])
 def test_the_last_tokens_of_a_request_reach_the_next(place: int):
-    """They arrive when the request has ended, and perhaps another one has its place."""
+    """They come when the request has ended and another one may have its place."""
     answer = list(range(20, 44))
     engine = Engine(is_async=True)
     for name, index in (("a", 0), ("b", place)):
