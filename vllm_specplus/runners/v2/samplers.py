@@ -28,13 +28,13 @@ class _UnappliedStates(SamplingStates):
         return False
 
     def apply_temperature(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+        """Do nothing: the kernels do."""
 
     def apply_min_p(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+        """Do nothing: the kernels do."""
 
     def apply_top_k_top_p(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the logits as they are."""
+        """Return the logits as they are: the kernels apply these."""
         return logits
 
     def apply_all(
