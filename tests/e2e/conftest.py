@@ -1,11 +1,14 @@
 """Tiny models made once per session."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.eagle_heads import make_eagle_head
 from vllm_specplus.testing.tiny_model import make_draft_model, make_random, make_trained
+from vllm_specplus.testing.tiny_train import TrainSettings
 
 
 @pytest.fixture(scope="session")
@@ -25,5 +28,14 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained model with an MTP head, whose drafts are accepted; made once per machine."""
-    return make_trained(tmp_path_factory.mktemp("trained"))
+    """A trained model with an MTP head, many of whose drafts are accepted; trained once per machine.
+
+    No test may expect the output of one set of weights. To run them with another set, name a number of training steps
+    or a seed in the environment: SPECPLUS_TEST_MODEL_STEPS=135, SPECPLUS_TEST_MODEL_SEED=1.
+    """
+    chosen = {
+        name: int(os.environ[variable])
+        for name, variable in (("steps", "SPECPLUS_TEST_MODEL_STEPS"), ("seed", "SPECPLUS_TEST_MODEL_SEED"))
+        if variable in os.environ
+    }
+    return make_trained(tmp_path_factory.mktemp("trained"), replace(TrainSettings(), **chosen))

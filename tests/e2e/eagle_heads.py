@@ -1,4 +1,4 @@
-"""EAGLE heads for the random tiny models, in the form of checkpoints that vLLM loads."""
+"""EAGLE heads for the random tiny models, as checkpoints that vLLM loads."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,15 @@ from vllm_specplus.testing.tiny_model import RANDOM_SHAPE
 
 WIDTH, MLP = RANDOM_SHAPE.width, 128
 HEADS = 2
-# What the head reads of a target of one layer: what goes into it and what comes out.
+# The head reads the input and the output of its target's one layer.
 AUX_LAYERS = [0, 1]
 
 
 def make_eagle_head(folder: Path, method: str, seed: int = 0) -> Path:
-    """Write a head of one random layer: for `eagle`, which passes on the newest token's embedding, or `eagle3`."""
+    """Write a head of one random layer for `eagle` or `eagle3`.
+
+    That for `eagle` passes on the embedding of the newest token, so the target accepts some of its drafts.
+    """
     g = torch.Generator().manual_seed(seed)
     is_eagle3 = method == "eagle3"
     layer = "midlayer" if is_eagle3 else "layers.0"

@@ -1,4 +1,4 @@
-"""Engines in this process, and what a test asks of them."""
+"""Engines in this process, with prompts and speculative configs for them."""
 
 import gc
 import sys
@@ -12,8 +12,8 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-# A module attribute of llvmlite answers to every name, "__dict__" too, and vLLM's start looks into every
-# module that is loaded; so it must not see this one when an earlier engine has loaded numba.
+# vLLM's start looks into every loaded module. An attribute of this one answers to every name, "__dict__" too, which
+# ends that start; an earlier engine may have loaded it with numba.
 _HIDDEN = "llvmlite.binding.ffi"
 
 _TEXTS = (
@@ -73,11 +73,11 @@ PROPOSERS: dict[str, dict[str, Any]] = {
 
 
 def marked(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
-    """Names to parametrize a test by, the chosen among them to be run on every supported vLLM."""
+    """Return names to parametrize a test by; those in `chosen` run on every supported vLLM."""
     return [pytest.param(name, marks=pytest.mark.every_version if name in chosen else ()) for name in names]
 
 
-# EAGLE 3 reads what layers within the target put out, which vLLM's MiMo does not give: its target is the draft model.
+# EAGLE 3 reads outputs of the target's layers, which vLLM's MiMo does not offer. So its target is the draft model.
 EAGLE3 = {
     "method": "eagle3",
     "model": "draft/eagle3",
@@ -85,7 +85,7 @@ EAGLE3 = {
     "num_model_steps": 2,
     "mtp_strategy": "with_ngram",
     "min_ngram_size": 1,
-    # The head's drafts are random; a byte that came before is followed as it was there.
+    # The head's drafts are random, so a match of one byte replaces them.
     "match_override_len": 1,
 }
 
@@ -115,7 +115,7 @@ class Engine:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
     def tokens(self, prompts: list[list[int]] = PROMPTS, **sampling: Any) -> list[list[int]]:
-        """The token ids of each completion of each prompt, in order."""
+        """Return the token ids of each completion of each prompt, in order."""
         results = self.generate(prompts, **sampling)
         return [list(c.token_ids) for r in results for c in r.outputs]
 
@@ -130,7 +130,7 @@ class Engine:
 
 
 def speculative(name: str, draft: Path, **more: Any) -> dict[str, Any]:
-    """The config of `PROPOSERS` by that name, or EAGLE's third form, with more keys."""
+    """Return the config of that name in `PROPOSERS`, or `EAGLE3`, with more keys."""
     config = (EAGLE3 if name == "eagle3_ngram" else PROPOSERS[name]) | more
     if "model" in config:
         config["model"] = config["model"].replace("draft", str(draft), 1)
@@ -138,7 +138,7 @@ def speculative(name: str, draft: Path, **more: Any) -> dict[str, Any]:
 
 
 def target(proposer: str, tiny: Path, trained: Path) -> Path:
-    """The model to draft for: the trained one, unless a random draft model or head of `tiny`'s shape drafts."""
+    """Return the model to draft for: the trained one, or `tiny` for a random draft model or head of its shape."""
     return tiny if "model" in PROPOSERS[proposer] else trained
 
 
@@ -153,13 +153,13 @@ def engine(model: Path, speculative_config: dict[str, Any] | None = None, **args
         "disable_log_stats": False,
         "enable_prefix_caching": False,
     }
-    # vLLM collects garbage ten times in an engine's life, and what its imports left makes each a third of a second.
+    # vLLM collects garbage ten times in an engine's life. Going through its imported modules takes a third of a second.
     gc.freeze()
     hidden = sys.modules.pop(_HIDDEN, None)
     try:
         llm = LLM(model=str(model), speculative_config=speculative_config, **defaults | args)
     except BaseException:
-        # Or the next engine finds the process groups of this one.
+        # Otherwise the next engine finds the process groups of this one.
         cleanup_dist_env_and_memory()
         raise
     finally:

@@ -1,25 +1,26 @@
-"""Training text for the tiny model: the standard library's sources, repeats and JSON lists."""
+"""Training text for the tiny model: sources of pure-Python packages, repeats and JSON lists.
+
+vLLM requires each of these packages. Their wheels hold the same files for every Python and every platform, so the text
+depends on their versions alone, which ``ci/constraints.txt`` pins. Training reads them where pip installed them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-import os
 import random
-import sysconfig
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
 END_OF_TEXT = 256
 
-# Tests, tables and generated files are no prose of the kind the demo continues.
-_SKIPPED = {
-    "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data",
-    "lib2to3", "__pycache__",
-}  # fmt: skip
+# Licences: MIT (anyio, pydantic, urllib3), BSD-3-Clause (fsspec, jinja2, networkx, starlette), Apache-2.0 (requests).
+_PACKAGES = ("anyio", "fsspec", "jinja2", "networkx", "pydantic", "requests", "starlette", "urllib3")
+_SKIPPED_FOLDERS = {"test", "tests"}
 _HELD_OUT_SHARE = 8
 # Values and replacement names of the synthetic sequences.
 _WORDS = [
@@ -29,19 +30,27 @@ _WORDS = [
 ]  # fmt: skip
 
 
-def library_files() -> list[Path]:
-    """Return the standard library's source files in a fixed order.
+def corpus_files() -> list[Path]:
+    """Return the packages' source files in a fixed order.
 
-    Raises RuntimeError if this Python has come without them.
+    Raises RuntimeError if one of the packages is not installed, or was installed without a list of its files.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    kept: list[Path] = []
-    for folder, below, names in os.walk(root):
-        below[:] = sorted(set(below) - _SKIPPED)
-        kept += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
-    if not kept:
-        raise RuntimeError(f"the training text, the standard library's sources, is not in {root}")
-    return kept
+    found: list[Path] = []
+    for package in _PACKAGES:
+        try:
+            listed = metadata.files(package) or []
+        except metadata.PackageNotFoundError:
+            listed = []
+        sources = [f for f in listed if f.suffix == ".py" and not _SKIPPED_FOLDERS & set(f.parts)]
+        if not sources:
+            raise RuntimeError(f"the training text, the sources of {package}, is not installed")
+        found += [Path(str(f.locate())) for f in sorted(sources, key=lambda f: f.as_posix())]
+    return found
+
+
+def corpus_digest() -> str:
+    """Return the SHA-256 of the whole text, in hexadecimal digits; the trained weights depend on it."""
+    return hashlib.sha256(token_stream(corpus_files()).astype("<i2").tobytes()).hexdigest()
 
 
 def is_held_out(path: Path) -> bool:
@@ -50,8 +59,8 @@ def is_held_out(path: Path) -> bool:
 
 
 def held_out_files(min_bytes: int = 0) -> list[Path]:
-    """Return the library files that training never sees and that have at least ``min_bytes``."""
-    return [p for p in library_files() if is_held_out(p) and p.stat().st_size >= min_bytes]
+    """Return the files that training never sees and that have at least ``min_bytes``."""
+    return [p for p in corpus_files() if is_held_out(p) and p.stat().st_size >= min_bytes]
 
 
 def token_stream(files: list[Path]) -> np.ndarray:
@@ -66,9 +75,15 @@ def token_stream(files: list[Path]) -> np.ndarray:
 class Sampler:
     """Draws training sequences; all randomness comes from ``seed``.
 
-    A share ``repeat_share`` of the sequences repeats a passage, half the time with one name
-    replaced throughout, and ``json_share`` holds lists of records: the model must learn to copy
-    from its context, which the library's sources alone teach too slowly.
+    The share ``repeat_share`` of the sequences repeats a passage, three in ten of them with one name replaced. The
+    share ``json_share`` holds lists of records. Both teach the model to copy from its context. Sources alone teach
+    that too slowly.
+
+    Args:
+        stream: the training text, int16 tokens of shape ``[length]``.
+        repeat_share: a share in [0, 1].
+        json_share: a share in [0, 1].
+        seed: of the draws.
     """
 
     def __init__(self, stream: np.ndarray, *, repeat_share: float, json_share: float, seed: int) -> None:

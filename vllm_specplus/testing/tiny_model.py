@@ -1,12 +1,12 @@
 """Tiny checkpoints in the Hugging Face layout, for a machine with no GPU and no network.
 
-``python -m vllm_specplus.testing.tiny_model OUT --kind random|trained|draft [--seed N]``
+``python -m vllm_specplus.testing.tiny_model OUT --kind random|trained|draft [--seed N] [--quiet]``
 
 ========  ============================================================================================
-kind      what OUT holds afterwards
+kind      model in OUT
 ========  ============================================================================================
 random    a MiMo model with an MTP head, random weights, made in about a second
-trained   a MiMo model with an MTP head, trained on the standard library's sources and cached
+trained   a MiMo model with an MTP head, trained on the sources of installed packages, cached
 draft     a one-layer Qwen2 model without a head, for ``method: draft_model`` beside ``random``
 ========  ============================================================================================
 
@@ -17,13 +17,15 @@ architecture has an MTP head into that head.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,6 +33,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from vllm_specplus.testing.tiny_corpus import corpus_digest
 from vllm_specplus.testing.tiny_net import MAX_POSITIONS, ModelShape, TinyNet
 from vllm_specplus.testing.tiny_tokenizer import END_OF_TEXT, SPECIAL_TOKENS, write_tokenizer
 from vllm_specplus.testing.tiny_train import TrainSettings, train
@@ -38,8 +41,8 @@ from vllm_specplus.testing.tiny_train import TrainSettings, train
 RANDOM_SHAPE = ModelShape(2, 64, 2, 2, 128)
 DRAFT_SHAPE = ModelShape(1, 64, 2, 2, 64, num_mtp_layers=0)
 
-# Part of the cache key: raise it when code changes the trained weights without changing a setting.
-_REVISION = 1
+# Part of the cache key: raise it when code changes the trained weights without changing a setting or the corpus.
+_REVISION = 2
 
 
 def make_random(out: str | Path, seed: int = 0) -> Path:
@@ -62,8 +65,8 @@ def make_draft_model(out: str | Path, seed: int = 0) -> Path:
 def make_trained(out: str | Path, settings: TrainSettings | None = None) -> Path:
     """Write the trained MiMo model to folder ``out`` and return that folder.
 
-    The first call trains (see :class:`TrainSettings`); later ones copy from the cache. Raises OSError if ``out`` or
-    the cache cannot be written, RuntimeError if the standard library's sources are not installed.
+    The first call trains (see :class:`TrainSettings`); later ones copy from the cache. Raises OSError if ``out`` or the
+    cache cannot be written, RuntimeError if the corpus is not installed.
     """
     cached = cached_trained(settings or TrainSettings())
     return _install(out, lambda folder: shutil.copytree(cached, folder, dirs_exist_ok=True))
@@ -72,34 +75,49 @@ def make_trained(out: str | Path, settings: TrainSettings | None = None) -> Path
 def cache_folder(settings: TrainSettings) -> Path:
     """Return where the model of ``settings`` is cached: under ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
-    The Python minor version counts because its library is the training text.
+    The folder's name is a hash of the settings and of the corpus. Raises RuntimeError if the corpus is not installed.
     """
-    key = json.dumps([_REVISION, sys.version_info[:2], asdict(settings)], sort_keys=True)
+    key = json.dumps([_REVISION, corpus_digest(), asdict(settings)], sort_keys=True)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     return Path(base) / "vllm-specplus" / f"tiny-model-{digest}"
 
 
 def cached_trained(settings: TrainSettings) -> Path:
-    """Return the cache folder of ``settings``, training the model first if it is not there."""
+    """Return the cache folder of ``settings``, training the model first if it is not there.
+
+    Of several processes or threads that call this at once, one trains and the others wait for it.
+    """
     final = cache_folder(settings)
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(final.parent):
+        if not final.is_dir():
+            _train_into(final, settings)
+    return final
+
+
+def _train_into(final: Path, settings: TrainSettings) -> None:
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}.") as scratch:
         built = Path(scratch) / "model"
         built.mkdir()
         net, report = train(settings)
         _write_checkpoint(built, net)
-        record = {"report": asdict(report), "settings": asdict(settings)}
+        record = {"report": asdict(report), "settings": asdict(settings), "corpus_sha256": corpus_digest()}
         (built / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-        try:
-            built.rename(final)
-        except OSError:
-            # A parallel run that finished first has the same model in place; anything else is an error.
-            if not final.is_dir():
-                raise
-    return final
+        built.rename(final)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the only lock of ``folder``; the system gives it back when this process ends, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _install(out: str | Path, write: Callable[[Path], object]) -> Path:
@@ -182,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; made if missing")
     parser.add_argument("--kind", choices=("random", "trained", "draft"), default="random")
     parser.add_argument("--seed", type=int, help="seed of the weights (default: the kind's own)")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but the training's progress and errors")
     return parser
 
 
@@ -191,26 +210,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = {} if args.seed is None else {"seed": args.seed}
     try:
         if args.kind == "random":
-            print(f"random MiMo model with an MTP head: {make_random(args.out, **seed)}")
+            message = f"random MiMo model with an MTP head: {make_random(args.out, **seed)}"
         elif args.kind == "draft":
-            print(f"random Qwen2 draft model: {make_draft_model(args.out, **seed)}")
+            message = f"random Qwen2 draft model: {make_draft_model(args.out, **seed)}"
         else:
-            _main_trained(args.out, replace(TrainSettings(), **seed))
+            message = _trained_message(args.out, replace(TrainSettings(), **seed))
     except (OSError, RuntimeError) as error:
         print(f"error: cannot make the {args.kind} model in {args.out}: {error}", file=sys.stderr)
         return 1
+    if not args.quiet:
+        print(message)
     return 0
 
 
-def _main_trained(out: Path, settings: TrainSettings) -> None:
-    source = "from the cache" if cache_folder(settings).is_dir() else "newly trained"
+def _trained_message(out: Path, settings: TrainSettings) -> str:
+    is_cached = cache_folder(settings).is_dir()
     folder = make_trained(out, settings)
     report = json.loads((folder / "training.json").read_text())["report"]
-    print(f"trained MiMo model with an MTP head, {source}: {folder}")
-    early = "" if report["steps"] == report["planned_steps"] else ", stopped by the time limit"
-    print(
-        f"{report['steps']} of {report['planned_steps']} steps in {report['wall_seconds']} s{early}; on unseen "
-        f"library files the first draft is the model's own choice at {report['held_out_agreement']:.1%} of positions"
+    origin = "from the cache" if is_cached else f"newly trained in {report['seconds']:.0f} s"
+    return (
+        f"trained MiMo model with an MTP head, {origin}: {folder}\n"
+        f"on files it has not seen, its first draft is its own next choice at {report['held_out_agreement']:.0%} of "
+        "positions"
     )
 
 

@@ -1,4 +1,4 @@
-"""Training of the tiny model on the CPU, within a fixed amount of processor time."""
+"""Training of the tiny model on the CPU by a fixed number of steps."""
 
 from __future__ import annotations
 
@@ -11,61 +11,55 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vllm_specplus.testing.tiny_corpus import Sampler, held_out_files, is_held_out, library_files, token_stream
+from vllm_specplus.testing.tiny_corpus import Sampler, corpus_files, held_out_files, is_held_out, token_stream
 from vllm_specplus.testing.tiny_net import Attention, ModelShape, TinyNet, rotary_table
-
-# How far, as a share of the training, processor time may run ahead of the steps before the schedule follows it.
-# Within the slack, as on any machine that is fast enough, the result does not depend on the clock.
-_CPU_SLACK = 0.05
 
 
 @dataclass(frozen=True)
 class Phase:
-    """``steps`` steps of ``rows`` sequences of ``length`` tokens."""
+    """A ``share`` of the steps, each with ``rows`` sequences of ``length`` tokens."""
 
-    steps: int
+    share: float
     rows: int
     length: int
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """All that decides the trained weights; the cache is keyed by a hash of it.
+    """The settings that decide the trained weights, together with the corpus.
 
-    Later phases hold longer sequences, so that positions and copies beyond the first phase's length are seen; most
-    steps are short because attention makes long ones dearer. ``cpu_seconds`` caps the processor time of the whole
-    process (all threads, so two busy cores use two a second): other programs on the machine lengthen the wall clock
-    but do not cut the training. When the cap is nearer than the last step, the schedule follows the cap.
+    Neither the clock nor the number of cores has a part in them: ``workers`` threads split each batch on any machine.
+    Weights still differ by rounding between kinds of processors.
+
+    Later phases hold longer sequences, for positions and copies beyond the first phase's length. Most steps are short,
+    because attention makes long ones dearer.
     """
 
     shape: ModelShape = field(default_factory=lambda: ModelShape(3, 192, 6, 6, 384))
-    phases: tuple[Phase, ...] = (Phase(180, 16, 192), Phase(56, 6, 512), Phase(34, 3, 1024))
+    steps: int = 270
+    phases: tuple[Phase, ...] = (Phase(0.67, 16, 192), Phase(0.2, 6, 512), Phase(0.13, 3, 1024))
     matrix_rate: float = 0.02
     vector_rate: float = 3e-3
     draft_weight: float = 0.5
     repeat_share: float = 0.2
     json_share: float = 0.05
-    cpu_seconds: float = 220.0
     workers: int = 2
     seed: int = 0
-
-    @property
-    def steps(self) -> int:
-        return sum(phase.steps for phase in self.phases)
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What a training run did; agreement is measured on files it has not seen."""
+    """Results of a training run.
 
-    steps: int
-    planned_steps: int
-    cpu_seconds: float
-    wall_seconds: float
+    The ``held_out`` fields are measured on files that training has not seen; :func:`agreement` says what it is.
+    """
+
+    seconds: float
     parameters: int
     loss_nats_per_byte: float
     held_out_loss_nats_per_byte: float
@@ -76,8 +70,8 @@ class TrainReport:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is replaced by the nearest orthogonal matrix (Jordan et al., 2024).
 
-    On a budget of a few hundred steps it gets further than AdamW. All parameters must be matrices ``[out, in]``;
-    those of one size are treated as one batch, since single products would be too small to be fast.
+    On a budget of a few hundred steps it gets further than AdamW. All parameters must be matrices ``[out, in]`` of one
+    size: they are treated as one batch, since single products would be too small to be fast.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
@@ -86,17 +80,15 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            by_size: dict[torch.Size, list[nn.Parameter]] = {}
-            for weight in group["params"]:
-                by_size.setdefault(weight.shape, []).append(weight)
-            for size, weights in by_size.items():
-                gradient = torch.stack([weight.grad for weight in weights])
-                buffer = self.state[weights[0]].setdefault("momentum", torch.zeros_like(gradient))
-                buffer.lerp_(gradient, 1 - group["momentum"])
-                updates = orthogonalize(gradient.lerp_(buffer, group["momentum"]))
-                scale = -group["lr"] * max(1.0, size[0] / size[1]) ** 0.5
-                for weight, update in zip(weights, updates, strict=True):
-                    weight.add_(update, alpha=scale)
+            weights = group["params"]
+            rows, columns = weights[0].shape
+            gradient = torch.stack([weight.grad for weight in weights])
+            buffer = self.state[weights[0]].setdefault("momentum", torch.zeros_like(gradient))
+            buffer.lerp_(gradient, 1 - group["momentum"])
+            updates = orthogonalize(gradient.lerp_(buffer, group["momentum"]))
+            scale = -group["lr"] * max(1.0, rows / columns) ** 0.5
+            for weight, update in zip(weights, updates, strict=True):
+                weight.add_(update, alpha=scale)
 
 
 def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
@@ -113,8 +105,8 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
 def initialise(net: TinyNet) -> None:
     """Set the starting point: small matrices, unit norms, and heads that look a few tokens back.
 
-    In the first layer and in the MTP head, attention head ``h`` starts out looking at the token ``h + 1`` back.
-    Copying from the context needs such heads first; found by gradient alone they would take most of the budget.
+    In the first layer and in the MTP head, attention head ``h`` starts out looking at the token ``h + 1`` back. Copying
+    from the context needs such heads first. Gradients alone would take most of the steps to find them.
     """
     for name, weight in net.named_parameters():
         if weight.ndim == 2:
@@ -127,9 +119,8 @@ def initialise(net: TinyNet) -> None:
 
 
 def _look_back(attention: Attention, shape: ModelShape, strength: float = 6.0) -> None:
-    # A query bias and the same bias turned by the rotary angles of `distance` give the highest
-    # score to the key that many tokens back. Only the fast half of the frequencies tells
-    # neighbours apart; the last head stays free.
+    # The key's bias is the query's bias turned by the rotary angles of `distance`: the key that many tokens back scores
+    # highest. Only the fast half of the frequencies tells neighbours apart. The last head stays free.
     half = shape.head_dim // 2
     cos, sin = rotary_table(shape.num_kv_heads, shape.head_dim)
     fast = torch.arange(half) < half // 2
@@ -145,8 +136,8 @@ def _look_back(attention: Attention, shape: ModelShape, strength: float = 6.0) -
 def losses(net: TinyNet, tokens: Tensor, draft_weight: float) -> tuple[Tensor, Tensor]:
     """Return the training loss and the target's cross entropy (nats a byte) on ``tokens [B, T]``.
 
-    The head learns the target's own distribution of the next-but-one token rather than the text: what counts is that
-    the target accepts its drafts.
+    The head learns the target's own distribution of the next-but-one token rather than the text, because the target has
+    to accept its drafts.
     """
     hidden = net.hidden(tokens[:, :-1])
     logits = net.target_logits(hidden)
@@ -160,8 +151,8 @@ def losses(net: TinyNet, tokens: Tensor, draft_weight: float) -> tuple[Tensor, T
 def agreement(net: TinyNet, tokens: Tensor, skip: int = 0) -> tuple[float, float]:
     """Return the head's agreement and the target's loss on ``tokens [B, T]``.
 
-    Agreement is the share of positions from ``skip`` on whose draft is the target's own argmax, which is the share
-    of first drafts that greedy verification accepts.
+    Agreement is the share of positions from ``skip`` on whose draft is the target's own argmax. Greedy verification
+    accepts that share of the first drafts.
     """
     with torch.inference_mode():
         hidden = net.hidden(tokens[:, :-1])
@@ -180,17 +171,18 @@ def _held_out_rows(rows: int, length: int) -> Tensor:
 
 @contextmanager
 def _one_core_threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Lend threads in which PyTorch uses one core each.
+    """Lend threads in which PyTorch uses one core each; meanwhile the caller's PyTorch uses one core too.
 
-    PyTorch's own threads meet at a barrier in each operation: with such small operations, and other programs on the
-    machine, they would spend most of their time there.
+    Sums are then added up in the same order whatever the number of cores. PyTorch's own threads would also meet at a
+    barrier in each operation: with operations as small as these they would spend most of their time there.
     """
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool
     finally:
-        # The setting made in a pool thread is also what threads started later begin with.
+        # The setting made in a pool thread is also the one that later threads begin with.
         torch.set_num_threads(before)
 
 
@@ -216,72 +208,67 @@ def _rate(progress: float) -> float:
 
 def _optimizers(net: TinyNet, settings: TrainSettings) -> list[torch.optim.Optimizer]:
     tables = {"model.embed_tokens.weight", "lm_head.weight"}
-    named = list(net.named_parameters())
-    matrices = [p for name, p in named if p.ndim == 2 and name not in tables]
-    others = [p for name, p in named if p.ndim != 2 or name in tables]
+    by_size: dict[torch.Size, list[nn.Parameter]] = {}
+    others: list[nn.Parameter] = []
+    for name, parameter in net.named_parameters():
+        is_matrix = parameter.ndim == 2 and name not in tables
+        (by_size.setdefault(parameter.shape, []) if is_matrix else others).append(parameter)
     return [
-        Muon(matrices, settings.matrix_rate),
+        *(Muon(matrices, settings.matrix_rate) for matrices in by_size.values()),
         torch.optim.Adam(others, settings.vector_rate, betas=(0.9, 0.95), fused=True),
     ]
 
 
-def _progress_bar() -> Progress:
+def _progress_bar(steps: int) -> Progress:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"training the tiny model: {steps} steps, some minutes", highlight=False)
     return Progress(
         TextColumn("training the tiny model"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[loss]}"),
+        console=console,
+        disable=not console.is_terminal,
     )
 
 
 def train(settings: TrainSettings) -> tuple[TinyNet, TrainReport]:
-    """Train a model from scratch; deterministic unless the processor-time cap is reached."""
-    with torch.random.fork_rng(devices=[]):
+    """Train a model from scratch; the same settings and corpus give the same weights on the same kind of processor.
+
+    Raises RuntimeError if the corpus is not installed.
+    """
+    with torch.random.fork_rng(devices=[]), _one_core_threads(settings.workers) as pool:
         torch.manual_seed(settings.seed)
         net = TinyNet(settings.shape)
         initialise(net)
-        return net, _fit(net, settings)
+        return net, _fit(net, settings, pool)
 
 
-def _fit(net: TinyNet, settings: TrainSettings) -> TrainReport:
-    stream = token_stream([path for path in library_files() if not is_held_out(path)])
-    sampler = Sampler(
-        stream,
-        repeat_share=settings.repeat_share,
-        json_share=settings.json_share,
-        seed=settings.seed,
-    )
+def _fit(net: TinyNet, settings: TrainSettings, pool: ThreadPoolExecutor) -> TrainReport:
+    stream = token_stream([path for path in corpus_files() if not is_held_out(path)])
+    sampler = Sampler(stream, repeat_share=settings.repeat_share, json_share=settings.json_share, seed=settings.seed)
     optimizers = _optimizers(net, settings)
     base_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    cpu_start, wall_start = time.process_time(), time.monotonic()
-    step, smooth = 0, math.log(settings.shape.vocab_size)
-    with _progress_bar() as bar, _one_core_threads(settings.workers) as pool:
+    start, smooth = time.monotonic(), math.log(settings.shape.vocab_size)
+    with _progress_bar(settings.steps) as bar:
         task = bar.add_task("", total=settings.steps, loss="")
-        while step < settings.steps:
-            cpu_share = (time.process_time() - cpu_start) / settings.cpu_seconds
-            if cpu_share >= 1:
-                break
+        for step in range(settings.steps):
             progress = step / settings.steps
-            if cpu_share > progress + _CPU_SLACK:
-                progress = cpu_share
             for optimizer, rate in zip(optimizers, base_rates, strict=True):
                 optimizer.param_groups[0]["lr"] = rate * _rate(progress)
-            phase = _phase_at(settings, progress)
+            phase = phase_at(settings, progress)
             tokens = torch.from_numpy(sampler.batch(phase.rows, phase.length))
             loss = _backward(pool, net, tokens, settings)
-            for optimizer in optimizers:
-                optimizer.step()
-            step += 1
+            list(pool.map(lambda optimizer: optimizer.step(), optimizers))
             smooth += 0.05 * (loss - smooth)
-            bar.update(task, completed=step, loss=f"{smooth:.2f} nats/byte")
+            bar.update(task, completed=step + 1, loss=f"{smooth:.2f} nats/byte")
+    seconds = time.monotonic() - start
     share, held_out_loss = agreement(net, _held_out_rows(24, 512), skip=32)
     long_share, _ = agreement(net, _held_out_rows(8, 2048), skip=1024)
     return TrainReport(
-        steps=step,
-        planned_steps=settings.steps,
-        cpu_seconds=round(time.process_time() - cpu_start, 1),
-        wall_seconds=round(time.monotonic() - wall_start, 1),
+        seconds=round(seconds, 1),
         parameters=sum(p.numel() for p in net.parameters()),
         loss_nats_per_byte=round(smooth, 3),
         held_out_loss_nats_per_byte=round(held_out_loss, 3),
@@ -290,10 +277,10 @@ def _fit(net: TinyNet, settings: TrainSettings) -> TrainReport:
     )
 
 
-def _phase_at(settings: TrainSettings, progress: float) -> Phase:
-    reached = progress * settings.steps
+def phase_at(settings: TrainSettings, progress: float) -> Phase:
+    """Return the phase at ``progress`` in [0, 1) of the steps."""
     for phase in settings.phases:
-        reached -= phase.steps
-        if reached < 0:
+        progress -= phase.share
+        if progress < 0:
             return phase
     return settings.phases[-1]

@@ -90,8 +90,8 @@ def test_greedy_text_under_lossy_strategies(
         assert e.tokens(LONG) == plain_text[model]
 
 
-def test_padding_is_no_draft(trained: Path, draft: Path) -> None:
-    check_padding(trained, draft)
+def test_padding_is_no_draft(tiny: Path, draft: Path) -> None:
+    check_padding(tiny, draft)
 
 
 def test_eagle3(draft: Path) -> None:

@@ -44,7 +44,7 @@ def test_chat(client: openai.OpenAI) -> None:
         # All but what came with them, one token a step.
         assert 60 * 8 // 9 - 1 <= details.accepted_prediction_tokens < 60
         assert details.rejected_prediction_tokens <= 8
-    wrong = client.chat.completions.create(**request, prediction={"type": "content", "content": "#" * 200})
+    wrong = client.chat.completions.create(**request, prediction={"type": "content", "content": "\x01" * 200})
     assert wrong.choices[0].message.content == text
     assert wrong.usage.completion_tokens_details.accepted_prediction_tokens == 0
 

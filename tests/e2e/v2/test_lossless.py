@@ -107,8 +107,8 @@ def test_asynchronous_scheduling_accepts_no_padding(trained: Path, draft: Path) 
     assert sum(found["accepted"]["unfilled"]) == 0
 
 
-def test_padding_is_no_draft(trained: Path, draft: Path) -> None:
-    check_padding(trained, draft)
+def test_padding_is_no_draft(tiny: Path, draft: Path) -> None:
+    check_padding(tiny, draft)
 
 
 def test_eagle3(draft: Path) -> None:
