@@ -1,8 +1,9 @@
 """Five ways of drafting on three real prompts, in one table; `bash ci/demo.sh` runs it on a model of its own.
 
-    python examples/demo.py MODEL [--json FILE]
+    python examples/demo.py MODEL [--json FILE] [--logs FOLDER]
 
-Every way of drafting must give the text of the engine without speculation; the exit code says whether it did.
+Each engine runs in a process of its own, whose output goes to a log file. Every way of drafting must give the text of
+the engine without speculation; the exit code says whether it did.
 """
 
 import argparse
@@ -13,26 +14,45 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-MAX_TOKENS = 400
+MAX_TOKENS = 300
 REPEATS = 3
 NGRAM = {"max_ngram_size": 5, "min_ngram_size": 2}
 HYBRID = {"method": "mtp", "num_speculative_tokens": 5, "mtp_strategy": "with_ngram"} | NGRAM
+PLAIN = "no speculation"
 CONFIGS: dict[str, dict[str, Any] | None] = {
-    "no speculation": None,
+    PLAIN: None,
     "mtp": {"method": "mtp", "num_speculative_tokens": 1},
     "ngram": {"method": "ngram", "num_speculative_tokens": 5} | NGRAM,
     "hybrid": HYBRID,
     "hybrid, override": HYBRID | {"match_override_len": 4},
 }
+# What one engine does, in units of the progress bar: a start takes about as long as ten texts.
+START_UNITS = 10
+UNITS = START_UNITS + 3 * REPEATS
+HOW_TO_READ = (
+    "* marks the fastest way of each prompt. A step is one pass of the target: drafting saves steps. tokens/s also "
+    "pays for making and checking the drafts. That is dear beside the steps of a tiny model on a CPU, and far cheaper "
+    "beside those of a large model."
+)
+
+Results = dict[str, dict[str, Any]]
+
+
+class EngineFailedError(Exception):
+    """An engine's process ended without results."""
 
 
 def prompts() -> dict[str, str]:
@@ -50,8 +70,14 @@ def prompts() -> dict[str, str]:
     }
 
 
-def run(model: str, config: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """One engine on all prompts; a process of its own, since numba may be loaded once per engine."""
+def run(model: str, config: dict[str, Any] | None, advance: Callable[[str, int], None]) -> Results:
+    """Measure one engine on all prompts.
+
+    Args:
+        model: the model's folder.
+        config: its speculative config.
+        advance: is told what is done next, and how many units have been done since the last call.
+    """
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -65,20 +91,23 @@ def run(model: str, config: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
         disable_log_stats=False,
     )
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    llm.generate(["warm up, warm up"], params, use_tqdm=False)
+    llm.generate(["warm up, warm up"], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
 
-    results = {}
+    results, done = {}, START_UNITS
     for name, prompt in prompts().items():
         before, seconds = counters(llm), []
         for _ in range(REPEATS):
+            advance(name, done)
             start = time.perf_counter()
             output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
             seconds.append(time.perf_counter() - start)
+            done = 1
         after = counters(llm)
-        drafts, accepted, *by_position = (b - a for a, b in zip(before, after, strict=True))
+        steps, drafts, accepted, *by_position = (b - a for a, b in zip(before, after, strict=True))
         results[name] = {
             "token_ids": list(output.token_ids),
             "tokens_per_second": sorted(len(output.token_ids) / s for s in seconds),
+            "steps_per_100_tokens": 100 * steps / (REPEATS * len(output.token_ids)),
             "mean_accepted_length": 1 + accepted / drafts if drafts else 1.0,
             "accepted_by_position": [n / drafts if drafts else 0.0 for n in by_position],
         }
@@ -86,59 +115,122 @@ def run(model: str, config: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
 
 
 def counters(llm: Any) -> list[int]:
-    """vLLM's counts so far: verifications, accepted drafts, and accepted drafts by position."""
-    found = {m.name.removeprefix("vllm:spec_decode_num_"): m for m in llm.get_metrics()}
-    if "drafts" not in found:
-        return [0, 0]
-    by_position = found["accepted_tokens_per_pos"].values
-    return [int(found["drafts"].value), int(found["accepted_tokens"].value), *by_position]
+    """vLLM's counts so far: steps, verifications, accepted drafts, and accepted drafts by position."""
+    found = {m.name.removeprefix("vllm:"): m for m in llm.get_metrics()}
+    counts = [found["iteration_tokens_total"].count]
+    if "spec_decode_num_drafts" not in found:
+        return [*counts, 0, 0]
+    counts += [found[f"spec_decode_num_{name}"].value for name in ("drafts", "accepted_tokens")]
+    return [*map(int, counts), *found["spec_decode_num_accepted_tokens_per_pos"].values]
+
+
+def run_in_child(model: str, config: dict[str, Any] | None, log: Path, parent: Connection) -> None:
+    """Send the parent progress and then the results; all that anything here prints goes to the log."""
+    with log.open("wb") as file:
+        # The descriptors themselves, since libraries in C++ and vLLM's own processes print too.
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    parent.send(run(model, config, lambda name, units: parent.send((name, units))))
+
+
+def measure(model: str, name: str, logs: Path, advance: Callable[[str, int], None]) -> Results:
+    """Run one engine in a process of its own, since a process can start only one engine once numba is loaded.
+
+    Raises EngineFailedError with the end of the engine's log.
+    """
+    log = logs / f"{name.replace(', ', '-').replace(' ', '-')}.log"
+    context = get_context("spawn")
+    ours, childs = context.Pipe(duplex=False)
+    child = context.Process(target=run_in_child, args=(model, CONFIGS[name], log, childs), daemon=True)
+    child.start()
+    # Or the pipe stays open when the child has ended.
+    childs.close()
+    try:
+        while isinstance(message := ours.recv(), tuple):
+            advance(*message)
+    except EOFError:
+        child.join()
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        message = f"error: the engine of {name!r} ended with exit code {child.exitcode}; its whole output is in {log}"
+        raise EngineFailedError(f"{end}\n\n{message}") from None
+    child.join()
+    return message
+
+
+def measure_all(model: str, logs: Path, console: Console) -> dict[str, Results]:
+    """Run the engines one after another, behind a progress bar; where there is no terminal, a line for each."""
+    columns = SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    results = {}
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=UNITS * len(CONFIGS))
+        for number, name in enumerate(CONFIGS):
+            title = f"{name} ({number + 1} of {len(CONFIGS)})"
+            if not console.is_terminal:
+                console.print(f"runs {title}", highlight=False)
+
+            def advance(doing: str, units: int, title: str = title) -> None:
+                progress.update(task, advance=units, description=f"{title}: {doing}")
+
+            advance("the engine starts", 0)
+            results[name] = measure(model, name, logs, advance)
+            progress.update(task, completed=UNITS * (number + 1))
+    return results
+
+
+def report(results: dict[str, Results], console: Console) -> bool:
+    """Print the table; return whether every text equals the one without speculation."""
+    table = Table(title=f"greedy, {MAX_TOKENS} tokens, median (min to max) of {REPEATS} runs", box=SIMPLE)
+    table.add_column("prompt\n  drafting", no_wrap=True)
+    for column in ("tokens/s", "steps per\n100 tokens", "mean\nlength", "% accepted\nby position", "same\ntext"):
+        table.add_column(column, justify="right", no_wrap=True)
+    equal = True
+    for prompt, plain in results[PLAIN].items():
+        speeds = {name: statistics.median(result[prompt]["tokens_per_second"]) for name, result in results.items()}
+        fastest = max(speeds, key=lambda name: speeds[name])
+        table.add_row(prompt)
+        for name, result in results.items():
+            mine = result[prompt]
+            same = mine["token_ids"] == plain["token_ids"]
+            equal &= same
+            low, *_, high = mine["tokens_per_second"]
+            table.add_row(
+                f"  {name}",
+                f"{'* ' if name == fastest else ''}{speeds[name]:.0f} ({low:.0f} to {high:.0f})",
+                f"{mine['steps_per_100_tokens']:.0f}",
+                f"{mine['mean_accepted_length']:.2f}",
+                " ".join(f"{100 * share:.0f}" for share in mine["accepted_by_position"]) or "-",
+                "yes" if same else "NO",
+                style="bold" if name == fastest else None,
+            )
+        table.add_section()
+    console.print(table)
+    console.print(HOW_TO_READ, highlight=False)
+    return equal
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of a model with an MTP head")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for the engines' logs (default: a new one)")
     args = parser.parse_args()
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="specplus-demo-"))
+    logs.mkdir(parents=True, exist_ok=True)
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Wide enough for the table where the output is no terminal.
-    console = Console() if sys.stdout.isatty() else Console(width=128)
-    results = {}
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for name, config in CONFIGS.items():
-            console.print(f"running: {name}")
-            results[name] = pool.submit(run, args.model, config).result()
+    console = Console() if sys.stdout.isatty() else Console(width=100)
+    console.print(f"The engines' logs are in {logs}", highlight=False, soft_wrap=True)
+    try:
+        results = measure_all(args.model, logs, console)
+    except EngineFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
 
     equal = report(results, console)
     if args.json:
         args.json.write_text(json.dumps({"configs": CONFIGS, "results": results}, indent=1) + "\n")
     return 0 if equal else 1
-
-
-def report(results: dict[str, dict[str, dict[str, Any]]], console: Console) -> bool:
-    """Print the table; return whether every text equals the one without speculation."""
-    table = Table(title=f"greedy, {MAX_TOKENS} tokens, median (min to max) of {REPEATS} runs")
-    for column in ("prompt", "drafting", "tokens/s", "mean length", "accepted by position", "same text"):
-        table.add_column(column, justify="left" if column in ("prompt", "drafting") else "right", no_wrap=True)
-    equal = True
-    for prompt, plain in results["no speculation"].items():
-        for name, result in results.items():
-            mine = result[prompt]
-            same = mine["token_ids"] == plain["token_ids"]
-            equal &= same
-            speeds = mine["tokens_per_second"]
-            table.add_row(
-                prompt if name == "no speculation" else "",
-                name,
-                f"{statistics.median(speeds):.0f} ({speeds[0]:.0f} to {speeds[-1]:.0f})",
-                f"{mine['mean_accepted_length']:.2f}",
-                " ".join(f"{share:.0%}" for share in mine["accepted_by_position"]) or "-",
-                "yes" if same else "NO",
-            )
-        table.add_section()
-    console.print(table)
-    return equal
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+"""The demo's table, and its report of an engine that fails. No engine generates anything."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
+import demo  # noqa: E402
+
+
+def result(tokens: list[int], speed: float, steps: float) -> dict[str, Any]:
+    """Return what a run reports of one prompt; half of the drafts at the first position were accepted."""
+    return {
+        "token_ids": tokens,
+        "tokens_per_second": [speed - 10, speed, speed + 10],
+        "steps_per_100_tokens": steps,
+        "mean_accepted_length": 1.5,
+        "accepted_by_position": [0.5],
+    }
+
+
+def printed(results: dict[str, demo.Results]) -> tuple[bool, str]:
+    console = Console(width=112, record=True, quiet=True)
+    return demo.report(results, console), console.export_text()
+
+
+def test_the_table_marks_the_fastest_way_of_each_prompt() -> None:
+    equal, text = printed(
+        {
+            demo.PLAIN: {"one": result([1, 2], 100, 100), "two": result([3], 300, 100)},
+            "mtp": {"one": result([1, 2], 200, 61.2), "two": result([3], 250, 70)},
+        }
+    )
+    assert equal
+    rows = [line for line in text.splitlines() if "no speculation" in line or "mtp" in line]
+    assert [line.count("*") for line in rows] == [0, 1, 1, 0]
+    assert rows[1].split() == ["mtp", "*", "200", "(190", "to", "210)", "61", "1.50", "50", "yes"]
+    assert "drafting saves steps" in text
+
+
+def test_another_text_is_told() -> None:
+    equal, text = printed({demo.PLAIN: {"one": result([1, 2], 100, 100)}, "mtp": {"one": result([1, 3], 200, 60)}})
+    assert not equal
+    assert "NO" in text
+
+
+def test_a_failing_engine_shows_its_log(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), str(tmp_path / "no-model"), "--logs", str(tmp_path / "logs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    log = tmp_path / "logs" / "no-speculation.log"
+    assert done.returncode == 1
+    assert log.read_text().splitlines()[-1] in done.stderr
+    assert f"its whole output is in {log}" in done.stderr
+    # The engine's own output is in the log alone.
+    assert done.stdout.count("\n") == 2
