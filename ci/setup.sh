@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv, with vLLM's CPU build and this project in it, and puts it first on PATH. The other scripts source this
-# file; run by itself it makes the environment. Where nothing has changed since the last time it does nothing.
+# file; run by itself it makes the environment. It does nothing where nothing has changed since the last time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,8 +12,8 @@ fail() {
   exit 1
 }
 
-# What a step prints goes to the log, of which a failure shows the end. bash ignores `set -e` in a function called
-# before `||`: that is why the steps below chain their commands with `&&`.
+# A step's output goes to the log; a failure shows its end. bash ignores `set -e` in a function called before `||`, so the
+# steps below chain their commands with `&&`.
 step() {
   echo "setup: $1"
   shift
@@ -24,7 +24,7 @@ step() {
 }
 
 # Prints the version and the path of the Python to build on. The environment's own is tried first, so that a plain run
-# keeps to it; the base executable is what counts, as an environment cannot be made anew by the Python inside it.
+# keeps to it. It prints the base executable, since the Python inside an environment cannot make that environment anew.
 find_python() {
   local candidate
   for candidate in ${PYTHON:-.venv/bin/python python3.11 python3.12 python3.13 python3}; do
@@ -59,10 +59,16 @@ install_project() {
   pip_install --no-build-isolation --editable '.[dev,plot,suffix]'
 }
 
-# vLLM requires them but runs without; as PyPI builds them, for CUDA, `import vllm` fails. Last, for as long as pip
-# installs anything that depends on vLLM it puts them back.
+# vLLM requires them but runs without. PyPI's builds of them are for CUDA, and make `import vllm` fail. This comes last,
+# because pip puts them back whenever it installs something that depends on vLLM.
 remove_cuda_builds() {
   python -m pip uninstall --yes torchaudio torchcodec torchvision
+}
+
+# Without bytecode an engine takes two to three times as long to start. Packages also hold templates and old sources that
+# do not compile; nothing imports those, so they do not fail the setup. pip would compile with one process only.
+compile_bytecode() {
+  python -m compileall -q -j 0 "$VIRTUAL_ENV/lib" || true
 }
 
 found=$(find_python) ||
@@ -76,7 +82,7 @@ if [[ -f $stamp && $(<"$stamp") == "$place"$'\n'"$inputs" ]]; then
   echo "setup: .venv is up to date"
 else
   [[ -n $(type -P c++ g++ clang++) ]] || fail "needs a C++ compiler, for arctic-inference (Debian: g++)"
-  # A complete environment is brought up to date. One without a stamp was cut short, and may hold half a package.
+  # A complete environment is brought up to date. One without a stamp was interrupted, and may hold half a package.
   if [[ -f $stamp && $(head -n 1 "$stamp") == "$place" ]]; then
     rm "$stamp"
   else
@@ -88,9 +94,10 @@ else
   step "installs vLLM for the CPU" install_vllm
   step "builds arctic-inference (suffix decoding)" install_arctic_inference
   step "installs this project" install_project
-  # What vLLM 0.33, whose Python files ci/vllm_overlay.py puts over those of 0.32, requires besides.
+  # vLLM 0.33 requires it, and ci/vllm_overlay.py puts only that release's Python files over those of 0.32.
   step "installs orjson" pip_install orjson
   step "removes torchaudio, torchcodec and torchvision" remove_cuda_builds
+  step "compiles bytecode" compile_bytecode
   printf '%s\n' "$place" "$inputs" >"$stamp"
   echo "setup: done in $SECONDS s"
 fi
