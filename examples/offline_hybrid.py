@@ -1,4 +1,4 @@
-"""Hybrid drafting without a server: one prompt, and what the drafts were worth.
+"""Hybrid drafting without a server: one prompt, and how many tokens a verification gave.
 
     python examples/offline_hybrid.py MODEL
 
@@ -6,8 +6,15 @@ MODEL is any model with an MTP head; `python -m vllm_specplus.testing.tiny_model
 """
 
 import argparse
+import os
+import warnings
 
-from vllm import LLM, SamplingParams
+# Before vLLM is imported: its messages, torch's warnings and the progress bars of loading would surround the text.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TQDM_DISABLE", "1")
+warnings.simplefilter("ignore")
+
+from vllm import LLM, SamplingParams  # noqa: E402
 
 PROMPT = '''def area(width, height):
     """Return the area of a rectangle."""
@@ -36,7 +43,7 @@ def main() -> None:
             "mtp_strategy": "with_ngram",
         },
     )
-    output = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=200))[0].outputs[0]
+    output = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)[0].outputs[0]
     print(PROMPT + output.text)
 
     counters = {m.name: m for m in llm.get_metrics()}

@@ -1,9 +1,9 @@
-"""Have a text edited, with the text as it is as the prediction of the output; then see who drafted what.
+"""Predict an output, as for the edit of a known text; then print how many steps it took and who drafted what.
 
     VLLM_PLUGINS=specplus bash examples/serve_hybrid.sh MODEL &
     python examples/predicted_output.py [BASE_URL]
 
-The request is OpenAI's own. `aux_info` in `extra_body` asks for the number of engine steps besides.
+The request is OpenAI's own. `aux_info` in `extra_body` also asks for the number of engine steps.
 """
 
 import json

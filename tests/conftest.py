@@ -12,7 +12,7 @@ os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# The models are tiny: a second thread costs more than it brings, and far more on a busy machine.
+# The models are too tiny to gain from a second thread, and waiting for one on a busy machine costs far more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run. For others: `pytest --hypothesis-profile=random`.
