@@ -344,6 +344,10 @@ class TestCommandLine:
             assert tiny_model.main([str(tmp_path / "out"), "--kind", "trained"]) == 0
             assert expected in capsys.readouterr().out
 
+    def test_quiet(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert tiny_model.main([str(tmp_path / "out"), "--quiet"]) == 0
+        assert capsys.readouterr() == ("", "")
+
     def test_unwritable_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file").write_text("in the way")
         for out in (tmp_path / "file", tmp_path / "file" / "below"):
