@@ -1,4 +1,4 @@
-"""Requests with references, and what must hold of them with any proposer on either model runner."""
+"""Requests with references, and checks that hold for any proposer on either model runner."""
 
 from pathlib import Path
 from typing import Any
@@ -7,20 +7,23 @@ from vllm import SamplingParams
 
 from tests.e2e.engines import PROMPTS, PROPOSERS, Engine, engine, speculative
 
-# Every way of drafting that is the plugin's.
+# The proposers whose drafts are the plugin's.
 DRAFTING = PROPOSERS.keys() - {"mtp"}
 
 
 def config_of(proposer: str, draft: Path, **more: Any) -> dict[str, Any]:
-    """As `speculative`, with a window where only references draft."""
-    window = {"num_speculative_tokens": 12} if proposer == "naive" else {}
-    return speculative(proposer, draft, **window, **more)
+    """The config of `speculative`; where only references draft, with slots for them."""
+    slots = {"num_speculative_tokens": 12} if proposer == "naive" else {}
+    return speculative(proposer, draft, **slots, **more)
 
 
 def asking(base: list[list[int]]) -> list[dict[str, Any]]:
-    """What requests may ask, one for each of the texts that are going to come, and the same again.
+    """The ``extra_args`` of eight requests, the second four of which have the prompts of the first four.
 
-    The references are a text as it will be, with a few tokens changed, another request's text, and none.
+    The references are the text as it will come, the text with a few tokens changed, another request's text, and none.
+
+    Args:
+        base: the texts that will come, of the four prompts.
     """
     edited = list(base[1])
     edited[4:6], edited[10:10] = [], list(b"xyz")
@@ -38,7 +41,7 @@ def asking(base: list[list[int]]) -> list[dict[str, Any]]:
 
 
 def ask(e: Engine, prompts: list[list[int]], extra: list[dict[str, Any]], **sampling: Any) -> list[list[int]]:
-    """The token ids of each prompt's completion, all asked at once."""
+    """The token ids of each prompt's completion; all requests run at once."""
     params = [
         SamplingParams(**{"temperature": 0.0, "ignore_eos": True} | sampling, extra_args=more or None) for more in extra
     ]
@@ -47,13 +50,13 @@ def ask(e: Engine, prompts: list[list[int]], extra: list[dict[str, Any]], **samp
 
 
 def stats(e: Engine) -> dict[str, Any]:
-    """The worker's counts."""
+    """The counts of the only worker."""
     (counts,) = e.llm.collective_rpc("specplus_stats")
     return counts
 
 
 def check_sums(e: Engine) -> dict[str, int]:
-    """Check the counts by source against vLLM's own counters; returns the accepted tokens of each source."""
+    """Check the counts by source against vLLM's own counters; return the accepted tokens of each source."""
     found, vllm = stats(e), e.counts()
     assert sum(map(sum, found["drafted"].values())) == vllm.drafted
     accepted = [sum(column) for column in zip(*found["accepted"].values(), strict=True)]
@@ -64,7 +67,7 @@ def check_sums(e: Engine) -> dict[str, int]:
 
 
 def check_padding(model: Path, draft: Path) -> None:
-    """vLLM gives a request with one token left to compute a step of full width, before anything is drafted for it."""
+    """Check that padding counts as unfilled: vLLM pads the first step of a request with one token left to compute."""
     prompts = [PROMPTS[0], *([token] for token in PROMPTS[2][:3])]
     # The first request outlasts the others: they take 12 steps at most, in which it gets 6 tokens a step at most.
     params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=limit) for limit in (90, 4, 4, 4)]

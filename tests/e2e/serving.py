@@ -43,12 +43,13 @@ class Server:
 
 @contextmanager
 def serve(model: Path, folder: Path, *options: str, **environment: str) -> Iterator[Server]:
-    """Start a server of `model`, called "tiny", wait until it answers, and take it down again.
+    """Start a server of `model` under the name "tiny", wait until it answers, and stop it at the end.
 
     Args:
-        folder: where its log goes.
-        options: of the command, after those that a machine with no GPU needs.
-        environment: variables that it gets besides those of this process.
+        model: the folder of the weights.
+        folder: gets its log.
+        options: further options of the command.
+        environment: further variables of its environment.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -56,7 +57,7 @@ def serve(model: Path, folder: Path, *options: str, **environment: str) -> Itera
     server = Server(f"http://127.0.0.1:{port}", folder / "log")
     common = ("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port, "--max-model-len", "512")
     common += ("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20))
-    # As a user starts it: the engine in processes of its own.
+    # The engine gets processes of its own, as it does for a user.
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with server.log_file.open("w") as out:
         process = subprocess.Popen(

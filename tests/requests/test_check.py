@@ -1,4 +1,4 @@
-"""What is checked where vLLM admits a request, and what it puts there for the workers."""
+"""What the check refuses where vLLM admits a request, and what it writes there for the workers."""
 
 import pickle
 import time
@@ -15,14 +15,12 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from vllm_specplus.requests import check as request_check
-from vllm_specplus.requests.check import RequestCheck, install, left_out
+from vllm_specplus.requests.check import HANDOVER_ENTRY, RequestCheck, handover, install, without_request_check
 from vllm_specplus.requests.options import (
-    CARRIED,
-    HANDED_OVER,
-    CarriedOptions,
+    RESOLVED_ENTRY,
     RequestError,
-    RequestOptions,
-    handed_over,
+    ResolvedOptions,
+    parse_options,
 )
 
 SECRET = "def secret(): return 42"
@@ -32,7 +30,7 @@ BEGIN_OF_TEXT = 1
 
 @dataclass
 class ModelConfig:
-    """In the place of vLLM's; can be pickled."""
+    """Stands in for vLLM's; can be pickled."""
 
     logits_processors: list[Any] | None = None
     skip_tokenizer_init: bool = False
@@ -55,8 +53,8 @@ class Tokenizer:
 
 
 @pytest.fixture(autouse=True)
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
-    """Of which arguments tokenizers were loaded."""
+def tokenizer_loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """The arguments of which tokenizers were loaded."""
     calls: list[tuple[Any, dict[str, Any]]] = []
 
     def get_tokenizer(name: str, **options: Any) -> Tokenizer:
@@ -67,7 +65,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     return calls
 
 
-def installed(*, drafts: bool = True, **config: Any) -> type[RequestCheck]:
+def new_check(*, drafts: bool = True, **config: Any) -> type[RequestCheck]:
     """The check of a new engine."""
     model_config = ModelConfig(**config)
     install(model_config, drafts=drafts)
@@ -75,17 +73,18 @@ def installed(*, drafts: bool = True, **config: Any) -> type[RequestCheck]:
     return model_config.logits_processors[-1]
 
 
-def admitted(check: type[RequestCheck], **extra: Any) -> SamplingParams:
+def admit(check: type[RequestCheck], **extra: Any) -> SamplingParams:
     params = SamplingParams(extra_args=extra)
     check.validate_params(params)
     return params
 
 
-def carried(params: SamplingParams) -> tuple[list[int] | None, bool, int | None, str | None]:
-    """Token ids, mode, limit and key that the workers are told, after vLLM has sent them there."""
+def options_of(params: SamplingParams) -> tuple[list[int] | None, bool, int | None, str | None]:
+    """Token ids, mode, limit and key as the workers get them in vLLM's message."""
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
     assert sent.extra_args is not None
-    options = CarriedOptions.decode(sent.extra_args[CARRIED])
+    options = ResolvedOptions.from_wire(sent.extra_args[RESOLVED_ENTRY])
+    assert options is not None
     token_ids = None if options.token_ids is None else options.token_ids.tolist()
     return token_ids, options.edit, options.max_drafts, options.key
 
@@ -105,26 +104,26 @@ def letters(text: str) -> list[int]:
 
 
 @pytest.fixture
-def handed() -> Any:
-    """Hands options over, until the test's end."""
+def hand_over() -> Any:
+    """Puts options into the handover, until the test's end."""
     keys = []
 
-    def put(key: str, options: CarriedOptions) -> str:
-        handed_over.put(key, options)
+    def put(key: str, options: ResolvedOptions) -> str:
+        handover.put(key, options)
         keys.append(key)
         return key
 
     yield put
     for key in keys:
-        handed_over.drop(key)
+        handover.drop(key)
 
 
 @pytest.mark.parametrize("base", [V1LogitsProcessor, V2LogitsProcessor])
 def test_vllm_takes_it_for_a_logits_processor(base: type) -> None:
-    check = installed()
+    check = new_check()
     assert issubclass(check, base)
     assert issubclass(check, RequestCheck)
-    assert carried(admitted(check, spec_tokens=2)) == (None, False, 2, None)
+    assert options_of(admit(check, spec_tokens=2)) == (None, False, 2, None)
 
 
 def test_installed_once_beside_the_users_own() -> None:
@@ -137,20 +136,20 @@ def test_installed_once_beside_the_users_own() -> None:
     assert config.logits_processors is not None
     *others, check = config.logits_processors
     assert others == ["a.module:Name", Own]
-    assert carried(admitted(check, spec_tokens=2))[2] == 2
+    assert options_of(admit(check, spec_tokens=2))[2] == 2
 
 
 def test_two_engines_have_checks_of_their_own() -> None:
-    drafting, silent = installed(), installed(drafts=False)
-    admitted(drafting, spec_tokens=2)
+    drafting, silent = new_check(), new_check(drafts=False)
+    admit(drafting, spec_tokens=2)
     refusal(silent, spec_tokens=2)
 
 
-def test_what_is_asked_is_put_beside_what_was_there() -> None:
-    params = admitted(installed(), my_key=[1], sp_advice_prompt_token_ids=[3, 4], sp_edit=1, spec_tokens=2)
-    assert carried(params) == ([3, 4], True, 2, None)
+def test_the_resolved_entry_stands_beside_other_keys() -> None:
+    params = admit(new_check(), my_key=[1], sp_advice_prompt_token_ids=[3, 4], sp_edit=1, spec_tokens=2)
+    assert options_of(params) == ([3, 4], True, 2, None)
     assert params.extra_args is not None
-    del params.extra_args[CARRIED]
+    del params.extra_args[RESOLVED_ENTRY]
     assert params.extra_args == {
         "my_key": [1],
         "sp_advice_prompt_token_ids": [3, 4],
@@ -161,25 +160,25 @@ def test_what_is_asked_is_put_beside_what_was_there() -> None:
 
 @pytest.mark.parametrize("extra", [None, {}, {"my_key": 3}, {"my_key": 3, "spec_tokens": None}])
 @pytest.mark.parametrize("drafts", [True, False])
-def test_who_asks_nothing_is_left_alone(extra: dict[str, Any] | None, drafts: bool) -> None:
+def test_a_request_that_asks_nothing_is_left_alone(extra: dict[str, Any] | None, drafts: bool) -> None:
     params = SamplingParams(extra_args=extra)
     before = params.extra_args
-    installed(drafts=drafts).validate_params(params)
+    new_check(drafts=drafts).validate_params(params)
     assert params.extra_args is before
-    assert extra is None or CARRIED not in extra
+    assert extra is None or RESOLVED_ENTRY not in extra
 
 
 def test_the_workers_entry_cannot_be_forged() -> None:
-    forged = CarriedOptions(np.array([VOCAB_SIZE + 5], np.int32), key="another's").encode()
-    assert admitted(installed(), **{CARRIED: forged, "my_key": 3}).extra_args == {"my_key": 3}
-    params = admitted(installed(), **{CARRIED: forged, "spec_tokens": 3})
-    assert carried(params) == (None, False, 3, None)
+    forged = ResolvedOptions(token_ids=np.array([VOCAB_SIZE + 5], np.int32), key="another's").to_wire()
+    assert admit(new_check(), **{RESOLVED_ENTRY: forged, "my_key": 3}).extra_args == {"my_key": 3}
+    params = admit(new_check(), **{RESOLVED_ENTRY: forged, "spec_tokens": 3})
+    assert options_of(params) == (None, False, 3, None)
 
 
 @pytest.mark.parametrize("extra", [{"prediction": {"type": "content", "content": SECRET}}, {"spec_tokens": 0}])
 def test_checking_twice_changes_nothing(extra: dict[str, Any]) -> None:
-    """vLLM does it where one request's parameters are used for several prompts; the caller's dict stays as it was."""
-    check, given = installed(), dict(extra)
+    """vLLM checks the same parameters for each of a request's prompts; the caller's dict stays as it was."""
+    check, given = new_check(), dict(extra)
     params = SamplingParams(extra_args=given)
     check.validate_params(params)
     once = params.extra_args
@@ -189,25 +188,25 @@ def test_checking_twice_changes_nothing(extra: dict[str, Any]) -> None:
 
 
 def test_text_becomes_tokens_and_no_special_ones() -> None:
-    check = installed()
-    assert carried(admitted(check, sp_advice_prompt=SECRET)) == (letters(SECRET), False, None, None)
+    check = new_check()
+    assert options_of(admit(check, sp_advice_prompt=SECRET)) == (letters(SECRET), False, None, None)
     prediction = {"type": "content", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]}
-    assert carried(admitted(check, prediction=prediction)) == (letters("abc"), True, None, None)
-    assert carried(admitted(check, sp_advice_prompt="")) == ([], False, None, None)
+    assert options_of(admit(check, prediction=prediction)) == (letters("abc"), True, None, None)
+    assert options_of(admit(check, sp_advice_prompt="")) == ([], False, None, None)
 
 
-def test_the_tokenizer_is_loaded_once_and_when_it_is_needed(loaded: list[Any]) -> None:
-    check = installed(trust_remote_code=True)
-    admitted(check, sp_advice_prompt_token_ids=[3], spec_tokens=1)
-    assert not loaded
-    admitted(check, sp_advice_prompt="ab")
-    admitted(check, sp_advice_prompt="cd")
+def test_the_tokenizer_is_loaded_once_and_when_it_is_needed(tokenizer_loads: list[Any]) -> None:
+    check = new_check(trust_remote_code=True)
+    admit(check, sp_advice_prompt_token_ids=[3], spec_tokens=1)
+    assert not tokenizer_loads
+    admit(check, sp_advice_prompt="ab")
+    admit(check, sp_advice_prompt="cd")
     options = {"runner_type": "generate", "tokenizer_mode": "auto", "revision": "a-revision", "trust_remote_code": True}
-    assert loaded == [("an/adapted-tokenizer", options)]
+    assert tokenizer_loads == [("an/adapted-tokenizer", options)]
 
 
 def test_one_thread_at_a_time_has_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of Hugging Face cannot be used by two at once."""
+    """Tokenizers of Hugging Face cannot be used by two threads at once."""
     inside, most = 0, 0
 
     def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -219,102 +218,113 @@ def test_one_thread_at_a_time_has_the_tokenizer(monkeypatch: pytest.MonkeyPatch)
         return [1]
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    check = installed()
+    check = new_check()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: admitted(check, sp_advice_prompt="a"), range(8)))
+        list(pool.map(lambda _: admit(check, sp_advice_prompt="a"), range(8)))
     assert most == 1
 
 
-def test_an_engine_without_a_tokenizer_takes_token_ids(loaded: list[Any]) -> None:
-    check = installed(skip_tokenizer_init=True)
-    assert carried(admitted(check, sp_advice_prompt_token_ids=[3]))[0] == [3]
+def test_an_engine_without_a_tokenizer_takes_token_ids(tokenizer_loads: list[Any]) -> None:
+    check = new_check(skip_tokenizer_init=True)
+    assert options_of(admit(check, sp_advice_prompt_token_ids=[3]))[0] == [3]
     error = refusal(check, sp_advice_prompt=SECRET)
     assert "skip_tokenizer_init" in str(error)
     assert "sp_advice_prompt_token_ids" in str(error)
-    assert not loaded
+    assert not tokenizer_loads
 
 
 def test_token_ids_are_of_the_vocabulary() -> None:
-    check = installed()
-    assert carried(admitted(check, sp_advice_prompt_token_ids=[0, VOCAB_SIZE - 1]))[0] == [0, VOCAB_SIZE - 1]
+    check = new_check()
+    assert options_of(admit(check, sp_advice_prompt_token_ids=[0, VOCAB_SIZE - 1]))[0] == [0, VOCAB_SIZE - 1]
     error = refusal(check, sp_advice_prompt_token_ids=[0, 5, VOCAB_SIZE, VOCAB_SIZE + 1])
     assert error.parameter == "sp_advice_prompt_token_ids"
     assert f"its token 2 is {VOCAB_SIZE}, and the model has tokens from 0 to {VOCAB_SIZE - 1}" in str(error)
 
 
 def test_tokens_of_text_are_of_the_vocabulary() -> None:
-    """A tokenizer may have tokens that the model has not."""
-    error = refusal(installed(), sp_advice_prompt="ab" + chr(VOCAB_SIZE))
+    """A tokenizer may have more tokens than the model."""
+    error = refusal(new_check(), sp_advice_prompt="ab" + chr(VOCAB_SIZE))
     assert error.parameter == "sp_advice_prompt"
     assert f"its token 2 is {VOCAB_SIZE}" in str(error)
 
 
 def test_a_reference_is_cut_to_the_model_length() -> None:
-    check = installed()
+    check = new_check()
     for extra in ({"sp_advice_prompt_token_ids": [3] * 53}, {"sp_advice_prompt": "x" * 53}):
-        params = admitted(check, **extra)
-        token_ids, *_ = carried(params)
+        params = admit(check, **extra)
+        token_ids, *_ = options_of(params)
         assert token_ids is not None
         assert len(token_ids) == 50
         assert params.extra_args is not None
-        assert params.extra_args[CARRIED]["num_cut"] == 3
-    # Of a text that is longer by far, no more is looked at than is needed to see that.
-    assert admitted(check, sp_advice_prompt="x" * 5000).extra_args[CARRIED]["num_cut"] == 2 * 51 - 50
-    assert admitted(check, sp_advice_prompt="x" * 50).extra_args[CARRIED]["num_cut"] == 0
+        assert params.extra_args[RESOLVED_ENTRY]["num_cut"] == 3
+    # Of a far longer text only the beginning becomes tokens.
+    assert admit(check, sp_advice_prompt="x" * 5000).extra_args[RESOLVED_ENTRY]["num_cut"] == 2 * 51 - 50
+    assert admit(check, sp_advice_prompt="x" * 50).extra_args[RESOLVED_ENTRY]["num_cut"] == 0
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("sp_edit", 2), ("spec_tokens", -1), ("prediction", SECRET), ("sp_advice_prompt", [SECRET])]
+    ("name", "value"),
+    [
+        ("sp_edit", 2),
+        ("spec_tokens", -1),
+        ("prediction", SECRET),
+        ("sp_advice_prompt", [SECRET]),
+        ("sp_advise_prompt", SECRET),
+        ("spec_token", 3),
+    ],
 )
 def test_an_error_names_its_field(name: str, value: Any) -> None:
-    assert refusal(installed(), **{name: value}).parameter == name
+    assert refusal(new_check(), **{name: value}).parameter == name
 
 
 @pytest.mark.parametrize("name", ["sp_advice_prompt", "sp_edit", "spec_tokens"])
 def test_an_engine_that_does_not_draft_refuses(name: str) -> None:
     value = SECRET if name == "sp_advice_prompt" else 0
-    error = refusal(installed(drafts=False), **{name: value})
+    error = refusal(new_check(drafts=False), **{name: value})
     assert error.parameter == name
     assert "speculative config" in str(error)
 
 
-def test_what_http_has_taken_out_is_used_under_its_key(handed: Any) -> None:
-    key = handed("a-key", CarriedOptions(np.array([5, 6], np.int32), edit=True, max_drafts=4, key="a-key"))
-    assert carried(admitted(installed(), **{HANDED_OVER: key})) == ([5, 6], True, 4, "a-key")
+def test_options_from_the_handover_are_used(hand_over: Any) -> None:
+    reference = np.array([5, 6], np.int32)
+    key = hand_over("a-key", ResolvedOptions(token_ids=reference, edit=True, max_drafts=4, key="a-key"))
+    assert options_of(admit(new_check(), **{HANDOVER_ENTRY: key})) == ([5, 6], True, 4, "a-key")
 
 
-def test_what_options_mean_is_said_with_the_key() -> None:
-    resolved = installed().resolve(RequestOptions("prediction", text="ab", edit=True), "a-key")
-    assert (resolved.key, resolved.edit) == ("a-key", True)
+def test_options_are_resolved_with_a_key() -> None:
+    options = parse_options({"prediction": {"type": "content", "content": "ab"}})
+    assert options is not None
+    answer = new_check().resolve(options, "a-key")
+    assert (answer.key, answer.edit) == ("a-key", True)
     with pytest.raises(RequestError, match="prediction is not allowed"):
-        installed(drafts=False).resolve(RequestOptions("prediction", text="ab"))
+        new_check(drafts=False).resolve(options)
 
 
 @pytest.mark.parametrize("key", ["unknown", 3, ["a-key"]])
-def test_a_key_that_nothing_is_under_is_no_key(key: Any, handed: Any) -> None:
-    handed("a-key", CarriedOptions(max_drafts=9))
-    assert admitted(installed(), **{HANDED_OVER: key}).extra_args == {HANDED_OVER: key}
-    assert carried(admitted(installed(), **{HANDED_OVER: key, "spec_tokens": 2})) == (None, False, 2, None)
+def test_an_unknown_handover_key_is_ignored(key: Any, hand_over: Any) -> None:
+    hand_over("a-key", ResolvedOptions(max_drafts=9))
+    assert admit(new_check(), **{HANDOVER_ENTRY: key}).extra_args == {HANDOVER_ENTRY: key}
+    assert options_of(admit(new_check(), **{HANDOVER_ENTRY: key, "spec_tokens": 2})) == (None, False, 2, None)
 
 
 def test_the_workers_leave_it_out() -> None:
     config = ModelConfig(logits_processors=["a.module:Name"])
     install(config, drafts=True)
     full = list(config.logits_processors or ())
-    with left_out(config):
+    with without_request_check(config):
         assert config.logits_processors == ["a.module:Name"]
     assert config.logits_processors == full
-    with pytest.raises(KeyError), left_out(config):
+    with pytest.raises(KeyError), without_request_check(config):
         raise KeyError
     assert config.logits_processors == full
 
 
 def test_nothing_is_left_where_nothing_else_was() -> None:
     config = ModelConfig()
-    with left_out(config):
+    with without_request_check(config):
         assert config.logits_processors is None
     install(config, drafts=True)
-    with left_out(config):
+    with without_request_check(config):
         assert config.logits_processors is None
     assert len(config.logits_processors or ()) == 1
 
@@ -326,7 +336,7 @@ def test_it_goes_to_other_processes_in_its_config(first: str, pickler: str) -> N
     config = ModelConfig()
     install(config, drafts=True)
     assert config.logits_processors is not None
-    admitted(config.logits_processors[0], sp_advice_prompt="a")
+    admit(config.logits_processors[0], sp_advice_prompt="a")
     if first == "config":
         there = pickle.loads(dumps(config))
         (check,) = there.logits_processors
@@ -337,6 +347,24 @@ def test_it_goes_to_other_processes_in_its_config(first: str, pickler: str) -> N
     assert check.model_config is there
     assert issubclass(check, V1LogitsProcessor)
     assert issubclass(check, V2LogitsProcessor)
-    assert carried(admitted(check, sp_advice_prompt="ab", spec_tokens=2)) == (letters("ab"), False, 2, None)
-    with left_out(there):
+    assert options_of(admit(check, sp_advice_prompt="ab", spec_tokens=2)) == (letters("ab"), False, 2, None)
+    with without_request_check(there):
         assert there.logits_processors is None
+
+
+def test_the_handover_has_options_until_they_are_dropped() -> None:
+    before, options = len(handover), ResolvedOptions(max_drafts=1)
+    handover.put("one", options)
+    try:
+        assert len(handover) == before + 1
+        assert handover.get("one") is options
+    finally:
+        handover.drop("one")
+    handover.drop("one")
+    assert len(handover) == before
+    assert handover.get("one") is None
+
+
+@pytest.mark.parametrize("key", ["unknown", None, 3, ["one"], {}])
+def test_the_handover_has_nothing_under_other_keys(key: Any) -> None:
+    assert handover.get(key) is None

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from tests.requests.test_middleware import Check
+from tests.requests.stand_ins import Check
 from vllm_specplus.requests.endpoints import SpecPlusEndpoints, metric_families, totals
 from vllm_specplus.requests.middleware import PredictedOutputs
 
@@ -57,7 +57,7 @@ def samples(text: str) -> Iterator[tuple[str, str, dict[str, str], float]]:
 
 
 def test_vllm_takes_the_plugin() -> None:
-    """It loads by the name that pyproject.toml gives, and is of the form that vLLM wants."""
+    """It loads by its name in pyproject.toml, and has the attributes that vLLM reads."""
     loaded = EntryPoint(
         "specplus", "vllm_specplus.requests.endpoints:SpecPlusEndpoints", "vllm.endpoint_plugins"
     ).load()
@@ -100,7 +100,7 @@ def test_metrics(answers: list[Any]) -> None:
 
 
 def test_scraped_twice() -> None:
-    """The counts are the workers', and not added up here."""
+    """The counts are the workers': nothing is added up here."""
     client = client_for(Engine([STATS]))
     assert client.get("/specplus/metrics").text == client.get("/specplus/metrics").text
 

@@ -1,6 +1,8 @@
-"""What requests may write in the plugin's keys, and how it travels to the workers."""
+"""The plugin's keys as requests write them, and the options as the workers get them."""
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -10,13 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_specplus.requests.options import (
-    HANDED_OVER,
     KEYS,
-    CarriedOptions,
     RequestError,
     RequestOptions,
-    handed_over,
-    parse,
+    ResolvedOptions,
+    parse_options,
 )
 
 SECRET = "def secret(): return 42"
@@ -33,9 +33,7 @@ def plain(options: RequestOptions | None) -> tuple[Any, ...] | None:
     """Text, token ids, mode, limit."""
     if options is None:
         return None
-    assert options.token_ids is None or options.token_ids.dtype == np.int32
-    token_ids = None if options.token_ids is None else options.token_ids.tolist()
-    return options.text, token_ids, options.edit, options.max_drafts
+    return options.text, options.sp_advice_prompt_token_ids, options.edit, options.spec_tokens
 
 
 @pytest.mark.parametrize(
@@ -58,29 +56,29 @@ def plain(options: RequestOptions | None) -> tuple[Any, ...] | None:
     ],
 )
 def test_what_each_key_asks(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    assert plain(parse(given)) == expected
+    assert plain(parse_options(given)) == expected
 
 
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("edit", [0, 1])
 def test_a_stated_mode_wins(name: str, edit: int) -> None:
-    options = parse({name: REFERENCES[name], "sp_edit": edit})
+    options = parse_options({name: REFERENCES[name], "sp_edit": edit})
     assert options is not None
     assert options.edit is bool(edit)
 
 
 def test_what_is_not_of_the_keys_is_left_to_others() -> None:
-    foreign = {"my_key": object(), HANDED_OVER: 3, "": [SECRET]}
-    assert parse({}) is None
-    assert parse(foreign) is None
-    assert plain(parse(foreign | {"spec_tokens": 2})) == (None, None, False, 2)
+    foreign = {"my_key": object(), "specplus_key": 3, "": [SECRET]}
+    assert parse_options({}) is None
+    assert parse_options(foreign) is None
+    assert plain(parse_options(foreign | {"spec_tokens": 2})) == (None, None, False, 2)
 
 
 def test_none_is_not_given() -> None:
     nothing = dict.fromkeys(KEYS)
-    assert parse(nothing) is None
+    assert parse_options(nothing) is None
     for name, reference in REFERENCES.items():
-        assert plain(parse(nothing | {name: reference})) == plain(parse({name: reference}))
+        assert plain(parse_options(nothing | {name: reference})) == plain(parse_options({name: reference}))
 
 
 WRONG = {
@@ -116,7 +114,7 @@ ALLOWED = {
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_a_value_that_is_not_allowed(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
-        parse({"spec_tokens": 3, "other": SECRET} | {name: value})
+        parse_options({"spec_tokens": 3, "other": SECRET} | {name: value})
     message = str(caught.value)
     assert caught.value.field == name
     assert message.startswith(name)
@@ -137,14 +135,14 @@ def test_a_value_that_is_not_allowed(name: str, value: Any) -> None:
 )
 def test_a_value_that_cannot_be_shown(value: Any, shown: str) -> None:
     with pytest.raises(RequestError, match=f"spec_tokens={shown} is not allowed"):
-        parse({"spec_tokens": value})
+        parse_options({"spec_tokens": value})
 
 
 @pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (1, 2)])
 def test_a_request_has_one_reference(one: int, other: int) -> None:
     names = [list(REFERENCES)[i] for i in (one, other)]
     with pytest.raises(RequestError, match="one reference") as caught:
-        parse({name: REFERENCES[name] for name in names})
+        parse_options({name: REFERENCES[name] for name in names})
     assert caught.value.field in names
     assert all(name in str(caught.value) for name in names)
     assert "secret" not in str(caught.value)
@@ -152,7 +150,7 @@ def test_a_request_has_one_reference(one: int, other: int) -> None:
 
 def test_walking_needs_a_reference() -> None:
     with pytest.raises(RequestError, match="sp_edit=1 is not allowed") as caught:
-        parse({"sp_edit": 1, "spec_tokens": 2, "prediction": None})
+        parse_options({"sp_edit": 1, "spec_tokens": 2, "prediction": None})
     assert caught.value.field == "sp_edit"
     assert all(name in str(caught.value) for name in REFERENCES)
 
@@ -171,7 +169,7 @@ JSON = st.recursive(
 
 def attempt(given: dict[str, Any]) -> tuple[RequestOptions | None, RequestError | None]:
     try:
-        return parse(given), None
+        return parse_options(given), None
     except RequestError as error:
         return None, error
 
@@ -184,28 +182,31 @@ def attempt(given: dict[str, Any]) -> tuple[RequestOptions | None, RequestError 
 def test_any_json_is_read_or_refused(given: dict[str, Any]) -> None:
     options, error = attempt(given)
     if error is not None:
-        assert error.field in KEYS
-        assert str(error).startswith(KEYS)
+        assert error.field in KEYS or error.field.lower().startswith(("sp_", '"sp_', "sp-", '"sp-'))
+        assert str(error).startswith(error.field)
         return
     assert (options is None) == all(given.get(key) is None for key in KEYS)
     if options is not None:
-        assert options.text is None or options.token_ids is None
-        assert options.token_ids is None or options.token_ids.dtype == np.int32
+        assert options.text is None or options.sp_advice_prompt_token_ids is None
 
 
 @pytest.mark.parametrize(
-    ("carried", "token_ids"),
+    ("sent", "token_ids"),
     [
-        (CarriedOptions(), None),
-        (CarriedOptions(np.array([3, 0, 2**31 - 1], np.int32), True, 5, "a-key"), [3, 0, 2**31 - 1]),
-        (CarriedOptions(np.array([], np.int32), max_drafts=0), []),
+        (ResolvedOptions(), None),
+        (
+            ResolvedOptions(token_ids=np.array([3, 0, 2**31 - 1], np.int32), edit=True, max_drafts=5, key="a-key"),
+            [3, 0, 2**31 - 1],
+        ),
+        (ResolvedOptions(token_ids=np.array([], np.int32), max_drafts=0), []),
     ],
 )
-def test_what_is_carried_arrives(carried: CarriedOptions, token_ids: list[int] | None) -> None:
-    """As it is where there is one process, and through msgpack where there are more."""
-    for encoded in (carried.encode(), msgspec.msgpack.decode(msgspec.msgpack.encode(carried.encode()))):
-        arrived = CarriedOptions.decode(encoded)
-        assert (arrived.edit, arrived.max_drafts, arrived.key) == (carried.edit, carried.max_drafts, carried.key)
+def test_resolved_options_arrive(sent: ResolvedOptions, token_ids: list[int] | None) -> None:
+    """Within one process as plain values, and through msgpack to others."""
+    for wire in (sent.to_wire(), msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_wire()))):
+        arrived = ResolvedOptions.from_wire(wire)
+        assert arrived is not None
+        assert (arrived.edit, arrived.max_drafts, arrived.key) == (sent.edit, sent.max_drafts, sent.key)
         if token_ids is None:
             assert arrived.token_ids is None
         else:
@@ -214,28 +215,82 @@ def test_what_is_carried_arrives(carried: CarriedOptions, token_ids: list[int] |
             assert arrived.token_ids.tolist() == token_ids
 
 
-def test_what_is_handed_over_is_there_until_it_is_dropped() -> None:
-    before, options = len(handed_over), CarriedOptions(max_drafts=1)
-    handed_over.put("one", options)
-    try:
-        assert len(handed_over) == before + 1
-        assert handed_over.get("one") is options
-    finally:
-        handed_over.drop("one")
-    handed_over.drop("one")
-    assert len(handed_over) == before
-    assert handed_over.get("one") is None
-
-
-@pytest.mark.parametrize("key", ["unknown", None, 3, ["one"], {}])
-def test_nothing_is_handed_over_under_other_keys(key: Any) -> None:
-    assert handed_over.get(key) is None
-
-
 @pytest.mark.parametrize(
     "given", [{"sp_advice_prompt": "ab\ud800"}, {"prediction": {"type": "content", "content": "\udfff"}}]
 )
 def test_text_that_no_tokenizer_takes(given: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="is half of a surrogate pair") as refused:
-        parse(given)
+        parse_options(given)
     assert refused.value.field in given
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("sp_advise_prompt", "sp_advice_prompt"),
+        ("sp_advice_prompt_tokens", "sp_advice_prompt_token_ids"),
+        ("sp_edits", "sp_edit"),
+        ("sp-edit", "sp_edit"),
+        ("SP_EDIT", "sp_edit"),
+        ("spedit", "sp_edit"),
+        ("spec_token", "spec_tokens"),
+        ("spectokens", "spec_tokens"),
+        ("specTokens", "spec_tokens"),
+        ("sp_type", None),
+        ("sp_", "sp_edit"),
+    ],
+)
+@pytest.mark.parametrize("value", [SECRET, None])
+def test_an_unknown_key_is_refused_with_the_nearest_name(name: str, meant: str | None, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_options({"spec_tokens": 3, name: value})
+    message = str(caught.value)
+    assert "secret" not in message
+    assert message.startswith(f"{caught.value.field} is not allowed: unknown key; ")
+    assert caught.value.field.strip('"') == name
+    assert (f"did you mean {meant}? " in message) == (meant is not None)
+    assert ("did you mean" in message) == (meant is not None)
+    assert message.endswith(f"Allowed: {', '.join(KEYS)}")
+
+
+@pytest.mark.parametrize("name", ["sp_\n" + "x" * 1000, "sp_" + "x" * 1000])
+def test_a_long_key_is_cut_in_the_message(name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_options({name: 1})
+    assert len(caught.value.field) <= 80
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "specplus",
+        "specplus_key",
+        "special_tokens",
+        "speaker",
+        "speed",
+        "split_tokens",
+        "sparse",
+        "spans",
+        "sp",
+        3,
+        None,
+    ],
+)
+def test_another_plugins_key_is_left_alone(name: Any) -> None:
+    assert parse_options({name: 3}) is None
+
+
+SCRIPT = """
+import sys
+import vllm_specplus.requests.options
+heavy = {"starlette", "fastapi", "vllm", "torch"} & set(sys.modules)
+assert not heavy, heavy
+print("light")
+"""
+
+
+def test_workers_load_no_web_framework() -> None:
+    """They import the options; the middleware is imported when somebody asks for it."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.stdout.strip() == "light", done.stderr

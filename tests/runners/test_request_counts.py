@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplus.runners import request_counts as metrics
+from vllm_specplus.runners import request_counts
 from vllm_specplus.runners.request_counts import RequestCounts, count_step
 from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, by_source
 
@@ -23,7 +23,7 @@ def test_sources_have_their_places() -> None:
 @pytest.mark.parametrize(
     ("num_model", "drafted", "accepted", "expected"),
     [
-        # The model's drafted, the others drafted; the same of accepted tokens; each by position.
+        # By position: drafts of the model, other drafts, accepted tokens of the model, other accepted tokens.
         (0, 4, 2, ([0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0])),
         (2, 4, 3, ([1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 0, 0], [0, 0, 1, 0])),
         (2, 4, 1, ([1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0])),
@@ -59,9 +59,9 @@ def test_a_requests_parts_are_summed_whatever_holds_them() -> None:
     counts.add("a", np.array([0, 0, 0]))
     counts.add_later("a", tensor)
     counts.add("b", np.array([9, 9, 9]))
-    tensor += 1  # Read when they are asked for.
-    live = (part for part in (torch.tensor([5, 1, 1]), np.array([1, 0, 0])))
-    summed = counts.collect("a", live)
+    tensor += 1  # Tensors are read when the counts are collected.
+    running = (part for part in (torch.tensor([5, 1, 1]), np.array([1, 0, 0])))
+    summed = counts.collect("a", running)
     assert summed == {"num_requests": 1, "num_steps": 9, "accepted": 5, "rejected": 3}
     assert all(type(value) is int for value in summed.values())
 
@@ -80,18 +80,18 @@ def test_unknown_keys_are_neither_counted_nor_kept() -> None:
     assert len(counts) == 0
 
 
-def test_counts_asked_for_at_the_end_are_forgotten() -> None:
+def test_counts_collected_at_the_end_are_dropped() -> None:
     counts = RequestCounts()
     counts.begin("a")
     counts.finish("a")
-    counts.add("a", np.array([2, 5, 3]))  # The last ones come when a request leaves its place.
+    counts.add("a", np.array([2, 5, 3]))  # On V2 the last ones come when a request leaves its place.
     assert len(counts) == 1
     assert counts.collect("a") == {"num_requests": 1, "num_steps": 2, "accepted": 3, "rejected": 2}
     assert len(counts) == 0
     assert counts.collect("a") is None
 
 
-def test_counts_asked_for_before_the_end_are_forgotten_there() -> None:
+def test_counts_collected_before_the_end_are_dropped_there() -> None:
     counts = RequestCounts()
     counts.begin("a")
     counts.add("a", np.array([1, 1, 0]))
@@ -115,20 +115,20 @@ def test_requests_share_a_key_until_the_last_has_ended() -> None:
     assert len(counts) == 0
 
 
-def test_what_nobody_asks_for_is_kept_for_the_last_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_MAX_KEPT", 3)
+def test_counts_that_nobody_collects_are_kept_for_the_last_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_counts, "_MAX_FINISHED_KEYS", 3)
     counts = RequestCounts()
     counts.begin("runs")
     for i in range(5):
         counts.begin(f"ended {i}")
         counts.finish(f"ended {i}")
     assert len(counts) == 4
-    kept = [key for key in ("runs", *(f"ended {i}" for i in range(5))) if counts.collect(key) is not None]
-    assert kept == ["runs", "ended 2", "ended 3", "ended 4"]
+    known = [key for key in ("runs", *(f"ended {i}" for i in range(5))) if counts.collect(key) is not None]
+    assert known == ["runs", "ended 2", "ended 3", "ended 4"]
 
 
 def test_the_last_to_end_is_the_last_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_MAX_KEPT", 2)
+    monkeypatch.setattr(request_counts, "_MAX_FINISHED_KEYS", 2)
     counts = RequestCounts()
     for key in "abc":
         counts.begin(key)

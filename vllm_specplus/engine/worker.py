@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplus.compat import SpecPlusCompatError
-from vllm_specplus.requests.check import left_out
+from vllm_specplus.requests.check import without_request_check
 from vllm_specplus.runners import BuildStep, RunnerModule, Tracker
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class SpecPlusWorkerMixin(_VllmWorker):
             yield
             return
         options = self.vllm_config.speculative_config.specplus
-        with runner.plugin_classes_installed(options), left_out(self.vllm_config.model_config):
+        with runner.plugin_classes_installed(options), without_request_check(self.vllm_config.model_config):
             yield
         if step == runner.BUILD_STEPS[-1]:
             self._tracker = runner.connect(self.model_runner)

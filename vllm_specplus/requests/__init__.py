@@ -1,6 +1,6 @@
-"""What single requests ask of the plugin, from the HTTP body to the workers.
+"""What a request asks of the plugin, from the HTTP body to the workers.
 
-`PredictedOutputs` is imported when it is asked for: workers read `requests.options` and must not load a web framework.
+`PredictedOutputs` is imported on first use: workers read `requests.options` and must not load a web framework.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
-"""Checks what requests ask of the plugin where vLLM admits them, and turns reference text into tokens.
+"""Checks what requests ask of the plugin where vLLM admits them, and resolves it for the workers.
 
-vLLM asks every logits processor of its config whether a request's parameters are valid, in the process that takes the
-requests. `RequestCheck` answers that question and is no logits processor otherwise: the workers leave it out.
+vLLM asks every logits processor of its config whether a request's parameters are valid. It does so in the process that
+takes the requests. `RequestCheck` answers that question and processes no logits, so the workers leave it out.
 """
 
 import copyreg
@@ -12,24 +12,51 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from vllm_specplus.requests.options import (
-    CARRIED,
-    HANDED_OVER,
-    CarriedOptions,
+    RESOLVED_ENTRY,
     RequestError,
     RequestOptions,
-    handed_over,
-    parse,
+    ResolvedOptions,
+    parse_options,
 )
+from vllm_specplus.requests.refusal import RefusedRequestError, shorten_stream_errors
+
+HANDOVER_ENTRY = "specplus_key"
+"""The entry of ``extra_args`` that names what `PredictedOutputs` has taken out of an HTTP request."""
+
+
+class Handover:
+    """Options that the HTTP middleware has resolved, by key, while their requests run.
+
+    A reference takes this way, within one process, because vLLM can be told to log every request's parameters.
+    """
+
+    def __init__(self) -> None:
+        self._options: dict[str, ResolvedOptions] = {}
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    def put(self, key: str, options: ResolvedOptions) -> None:
+        self._options[key] = options
+
+    def get(self, key: Any) -> ResolvedOptions | None:
+        """The options under a key; None for any other value, which a client may have written."""
+        return self._options.get(key) if isinstance(key, str) else None
+
+    def drop(self, key: str) -> None:
+        self._options.pop(key, None)
+
+
+handover = Handover()
 
 
 class _Tokenizer:
-    """The model's tokenizer, for one thread at a time; loaded when it is first needed."""
+    """The model's tokenizer, loaded on first use; one thread at a time has it."""
 
     def __init__(self, model_config: Any):
         self._model_config = model_config
@@ -37,15 +64,15 @@ class _Tokenizer:
         self._tokenizer: Any = None
 
     def __reduce__(self) -> Any:
-        # A lock stays in its process.
+        # A lock cannot be pickled.
         return _Tokenizer, (self._model_config,)
 
     def encode(self, text: str) -> np.ndarray:
-        """[n] int32 tokens, no special ones added; of a text that is far longer than the model, the beginning only."""
+        """[n] int32 tokens without special ones. Of a text far longer than the model only the beginning is read."""
         config = self._model_config
         with self._lock:
             if self._tokenizer is None:
-                # Not the one that vLLM shares among its threads.
+                # vLLM shares its own tokenizer among its threads, outside this lock.
                 self._tokenizer = get_tokenizer(
                     config.tokenizer,
                     runner_type=config.runner_type,
@@ -53,22 +80,31 @@ class _Tokenizer:
                     revision=config.tokenizer_revision,
                     trust_remote_code=config.trust_remote_code,
                 )
-            # Any text of one character more has more tokens than the model can take.
+            # A text that is one character longer has more tokens than the model can take.
             text = text[: (config.max_model_len + 1) * self._tokenizer.max_chars_per_token]
             return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
-class _Remade(ABCMeta):
-    """Classes that are made for one engine; pickle makes them again (cloudpickle takes any class to pieces)."""
+class _EngineClass(ABCMeta):
+    """The type of classes that are made for one engine.
 
-    made_from: tuple[Any, ...]
+    Pickle makes such a class again from its arguments. Without this, cloudpickle would copy the class piece by piece.
+    """
+
+    arguments: tuple[Any, ...]
 
 
-copyreg.pickle(_Remade, lambda cls: (_make, cls.made_from))
+copyreg.pickle(_EngineClass, lambda cls: (_make_check, cls.arguments))
 
 
 class RequestCheck:
-    """Answers vLLM's question whether a request's parameters are valid, for one engine."""
+    """Answers vLLM's question whether a request's parameters are valid, for one engine.
+
+    Attributes:
+        model_config: vLLM's.
+        drafts: whether the plugin drafts in this engine.
+        tokenizer: makes tokens of reference text.
+    """
 
     model_config: Any
     drafts: bool
@@ -76,68 +112,83 @@ class RequestCheck:
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Check what a request asks of the plugin, and put what it means for the workers into its ``extra_args``.
+        """Check what a request asks of the plugin, and put it into ``extra_args`` as resolved for the workers.
 
         Raises:
-            VLLMValidationError: something in it is not allowed; the message and `parameter` name the field.
+            RefusedRequestError: a field is not allowed; the message and `parameter` name the field.
         """
         extra = sampling_params.extra_args or {}
-        carried = handed_over.get(extra.get(HANDED_OVER))
-        if carried is None:
+        resolved = handover.get(extra.get(HANDOVER_ENTRY))
+        if resolved is None:
             try:
-                options = parse(extra)
-                carried = None if options is None else cls.resolve(options)
+                options = parse_options(extra)
+                resolved = None if options is None else cls.resolve(options)
             except RequestError as error:
-                raise VLLMValidationError(str(error), parameter=error.field) from None
-        if carried is not None or CARRIED in extra:
-            rest = {name: value for name, value in extra.items() if name != CARRIED}
-            sampling_params.extra_args = rest if carried is None else rest | {CARRIED: carried.encode()}
+                shorten_stream_errors()
+                raise RefusedRequestError(str(error), parameter=error.field) from None
+        if resolved is not None or RESOLVED_ENTRY in extra:
+            others = {name: value for name, value in extra.items() if name != RESOLVED_ENTRY}
+            own = {} if resolved is None else {RESOLVED_ENTRY: resolved.to_wire()}
+            sampling_params.extra_args = others | own
 
     @classmethod
-    def resolve(cls, options: RequestOptions, key: str | None = None) -> CarriedOptions:
-        """What a request's options mean for the workers of this engine.
+    def resolve(cls, options: RequestOptions, key: str | None = None) -> ResolvedOptions:
+        """Resolve a request's options for the workers of this engine.
 
-        Turning text into tokens takes a while: about a second for a million characters. `key`: see `CarriedOptions`.
+        Turning text into tokens takes about a second for a million characters. `key`: see `ResolvedOptions`.
 
         Raises:
             RequestError: the engine cannot do it, or a token is not in the model's vocabulary.
         """
-        field = options.field
         if not cls.drafts:
             raise RequestError(
-                field,
-                f"{field} is not allowed: the engine's speculative config has no method with which vllm-specplus "
-                "drafts",
+                options.field,
+                f"{options.field} is not allowed: the engine's speculative config has no method with which "
+                "vllm-specplus drafts",
             )
-        token_ids = options.token_ids
+        token_ids = cls._reference(options)
+        limit = cls.model_config.max_model_len
+        return ResolvedOptions(
+            token_ids=None if token_ids is None else token_ids[:limit],
+            edit=options.edit,
+            max_drafts=options.spec_tokens,
+            key=key,
+            num_cut=0 if token_ids is None else max(0, len(token_ids) - limit),
+        )
+
+    @classmethod
+    def _reference(cls, options: RequestOptions) -> np.ndarray | None:
+        """[n] int32 tokens of the reference, which may be longer than the model; None = there is none."""
+        field = options.field
         if options.text is not None:
             if cls.model_config.skip_tokenizer_init:
                 raise RequestError(
                     field, f"{field} is not allowed with skip_tokenizer_init: give sp_advice_prompt_token_ids"
                 )
             token_ids = cls.tokenizer.encode(options.text)
-        num_cut, limit, vocab_size = 0, cls.model_config.max_model_len, cls.model_config.get_vocab_size()
-        if token_ids is not None:
-            if (outside := np.flatnonzero(token_ids >= vocab_size)).size:
-                raise RequestError(
-                    field,
-                    f"{field} is not allowed: its token {outside[0]} is {token_ids[outside[0]]}, and the model has "
-                    f"tokens from 0 to {vocab_size - 1}",
-                )
-            num_cut = max(0, len(token_ids) - limit)
-            token_ids = token_ids[:limit]
-        return CarriedOptions(token_ids, options.edit, options.max_drafts, key, num_cut)
+        elif options.sp_advice_prompt_token_ids is not None:
+            token_ids = np.array(options.sp_advice_prompt_token_ids, np.int32)
+        else:
+            return None
+        vocab_size = cls.model_config.get_vocab_size()
+        if (outside := np.flatnonzero(token_ids >= vocab_size)).size:
+            raise RequestError(
+                field,
+                f"{field} is not allowed: its token {outside[0]} is {token_ids[outside[0]]}, and the model has "
+                f"tokens from 0 to {vocab_size - 1}",
+            )
+        return token_ids
 
 
-def _make(model_config: Any, drafts: bool) -> _Remade:
+def _make_check(model_config: Any, drafts: bool) -> _EngineClass:
     attributes = {
         "model_config": model_config,
         "drafts": drafts,
         "tokenizer": _Tokenizer(model_config),
-        "made_from": (model_config, drafts),
+        "arguments": (model_config, drafts),
     }
     # Each model runner has its own kind of logits processor.
-    return _Remade("EngineRequestCheck", (RequestCheck, V1LogitsProcessor, V2LogitsProcessor), attributes)
+    return _EngineClass("EngineRequestCheck", (RequestCheck, V1LogitsProcessor, V2LogitsProcessor), attributes)
 
 
 def install(model_config: Any, *, drafts: bool) -> None:
@@ -147,14 +198,14 @@ def install(model_config: Any, *, drafts: bool) -> None:
         model_config: vLLM's, changed in place.
         drafts: whether the plugin drafts in this engine; if not, a request that asks for drafts is refused.
     """
-    model_config.logits_processors = [*_others(model_config), _make(model_config, drafts)]
+    model_config.logits_processors = [*_logits_processors(model_config), _make_check(model_config, drafts)]
 
 
 @contextmanager
-def left_out(model_config: Any) -> Iterator[None]:
-    """While the block builds a model runner, its config holds real logits processors only."""
+def without_request_check(model_config: Any) -> Iterator[None]:
+    """Leave the check out of the config while the block builds a model runner: vLLM refuses it beside speculation."""
     saved = model_config.logits_processors
-    model_config.logits_processors = _others(model_config) or None
+    model_config.logits_processors = _logits_processors(model_config) or None
     try:
         yield
     finally:
@@ -162,11 +213,12 @@ def left_out(model_config: Any) -> Iterator[None]:
 
 
 def check_of(model_config: Any) -> type[RequestCheck] | None:
-    """What checks the requests of an engine; None if nothing does."""
+    """The check of an engine's requests; None if nothing checks them."""
     return next(filter(_is_check, model_config.logits_processors or ()), None)
 
 
-def _others(model_config: Any) -> list[Any]:
+def _logits_processors(model_config: Any) -> list[Any]:
+    """The user's own."""
     return [processor for processor in model_config.logits_processors or () if not _is_check(processor)]
 
 

@@ -13,36 +13,38 @@ from prometheus_client.registry import Collector
 from starlette.datastructures import State
 from starlette.responses import JSONResponse
 
-from vllm_specplus.requests.middleware import PredictedOutputs, ask_workers, error_response, has_drafter
+from vllm_specplus.requests.engine_client import ask_workers, has_drafter
+from vllm_specplus.requests.middleware import PredictedOutputs
+from vllm_specplus.requests.response import error_response
 
 Stats = Mapping[str, Mapping[str, Any]]
-"""What ``specplus_stats`` of a worker answers: ``drafted`` and ``accepted`` are tokens by source, each a list by
-position in the window; ``live`` is how much of each kind the worker holds at the moment. Any of it may be absent."""
+"""The answer of a worker's ``specplus_stats``. ``drafted`` and ``accepted`` are tokens by source, each a list by
+position among a step's slots; ``entries`` is how many entries of each kind the worker holds. Any key may be absent."""
 
 _COUNTERS = {
-    "drafted": ("specplus:draft_tokens", "Draft tokens that were verified, by where they came from and position."),
-    "accepted": ("specplus:accepted_tokens", "Draft tokens that were accepted, by where they came from and position."),
+    "drafted": ("specplus:draft_tokens", "Draft tokens that were verified, by source and position."),
+    "accepted": ("specplus:accepted_tokens", "Draft tokens that were accepted, by source and position."),
 }
 
 
 class SpecPlusEndpoints:
-    """vLLM's endpoint plugin: ``/specplus/stats``, ``/specplus/metrics``, and `PredictedOutputs` on the server."""
+    """vLLM's endpoint plugin: it adds ``/specplus/stats``, ``/specplus/metrics`` and `PredictedOutputs` to a server."""
 
     name = "specplus"
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the middleware and the routes; before the server starts."""
+        """Add the middleware and the routes, before the server starts."""
         app.add_middleware(PredictedOutputs)
         app.include_router(_router)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """Keep the engine that the routes ask."""
+        """Keep the engine client that the routes ask."""
         state.specplus_engine_client = engine_client
 
 
 def totals(stats: Stats) -> dict[str, dict[str, Any]]:
-    """By source: tokens ``drafted`` and ``accepted`` over all positions, and their ratio, None if none was drafted."""
+    """By source: tokens ``drafted`` and ``accepted`` at all positions, and their ratio; None if none was drafted."""
     drafted, accepted = stats.get("drafted", {}), stats.get("accepted", {})
     summed = {}
     for source in {**drafted, **accepted}:
@@ -53,7 +55,7 @@ def totals(stats: Stats) -> dict[str, dict[str, Any]]:
 
 
 def metric_families(stats: Stats) -> Iterator[Metric]:
-    """The same as Prometheus metrics: a counter by source and position of each of `_COUNTERS`, and a gauge by kind."""
+    """The same as Prometheus metrics: the `_COUNTERS` by source and position, and a gauge of entries by kind."""
     for key, (name, documentation) in _COUNTERS.items():
         counter = CounterMetricFamily(name, documentation, labels=("source", "position"))
         for source, counts in stats.get(key, {}).items():
@@ -80,29 +82,29 @@ _router = APIRouter(prefix="/specplus")
 @_router.get("/stats")
 async def show_stats(request: Request) -> Response:
     """The workers' counts and their `totals`; 404 if the plugin does not draft."""
-    stats = await _ask(request)
-    return _no_counts() if stats is None else JSONResponse({**stats, "totals": totals(stats)})
+    stats = await _worker_stats(request)
+    return _no_counts_response() if stats is None else JSONResponse({**stats, "totals": totals(stats)})
 
 
 @_router.get("/metrics")
 async def show_metrics(request: Request) -> Response:
     """The workers' counts for Prometheus; 404 if the plugin does not draft."""
-    stats = await _ask(request)
+    stats = await _worker_stats(request)
     if stats is None:
-        return _no_counts()
+        return _no_counts_response()
     registry = CollectorRegistry()
     registry.register(_Scrape(stats))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _ask(request: Request) -> Stats | None:
-    """The workers' counts, which are {} if no worker has any; None if the plugin does not draft."""
+async def _worker_stats(request: Request) -> Stats | None:
+    """The workers' counts; {} if no worker has any, None if the plugin does not draft."""
     engine_client = request.app.state.specplus_engine_client
     if not has_drafter(engine_client):
         return None
     return await ask_workers(engine_client, "specplus_stats") or {}
 
 
-def _no_counts() -> Response:
+def _no_counts_response() -> Response:
     message = "no counts: the engine's speculative config has no method of vllm-specplus"
     return error_response(HTTPStatus.NOT_FOUND, "NotFoundError", message)

@@ -1,26 +1,32 @@
-"""What a request may ask of the plugin: how it is written, checked, and carried to the workers.
+"""A request's options in two forms: as the request asks for them, and as resolved for the workers.
 
-A request brings it in ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP), in the keys of `KEYS`. They are checked
-where the request is admitted, and what they mean goes to the workers in one more entry of ``extra_args``, `CARRIED`.
+A request writes the keys of `KEYS` into ``SamplingParams.extra_args`` (``vllm_xargs`` over HTTP). They are checked and
+resolved where vLLM admits the request. The result travels to the workers in the `RESOLVED_ENTRY` of ``extra_args``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
-from vllm_specplus.config.errors import show
+from vllm_specplus.config.errors import nearest, show
 
-CARRIED = "specplus"
-"""The entry of ``extra_args`` that the workers read; whatever a request has there is replaced."""
-HANDED_OVER = "specplus_key"
-"""The entry of ``extra_args`` that names what `PredictedOutputs` has taken out of an HTTP request."""
+RESOLVED_ENTRY = "specplus"
+"""The entry of ``extra_args`` that the workers read; whatever a client writes there is replaced."""
+
+_INT32_END = 2**31
+_MAX_NAME_LENGTH = 80
+# Higher than in the config: `special_tokens` is another's key, `spec_token` is not.
+_MISSPELLING_CUTOFF = 0.9
 
 
 class RequestError(ValueError):
-    """A request's field is not allowed; the message names it. `field` is the name alone."""
+    """A request's field is not allowed; the message names it.
+
+    Attributes:
+        field: the name alone.
+    """
 
     def __init__(self, field: str, message: str):
         super().__init__(message)
@@ -41,10 +47,13 @@ class _Prediction(BaseModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class _Given(BaseModel):
-    """The keys as they are written; each description says what is allowed."""
+class RequestOptions(BaseModel):
+    """The plugin's keys as a request writes them; None counts as not given. `parse_options` makes it.
 
-    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+    Each field's description tells the client which values are allowed.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)
 
     prediction: Annotated[
         _Prediction | None,
@@ -52,151 +61,144 @@ class _Given(BaseModel):
     ] = None
     sp_advice_prompt: Annotated[str | None, Field(description="text")] = None
     sp_advice_prompt_token_ids: Annotated[
-        list[Annotated[int, Field(ge=0, lt=2**31)]] | None, Field(description="a list of token ids")
+        list[Annotated[int, Field(ge=0, lt=_INT32_END)]] | None, Field(description="a list of token ids")
     ] = None
     sp_edit: Annotated[bool | Annotated[int, Field(ge=0, le=1)] | None, Field(description="0 or 1")] = None
-    spec_tokens: Annotated[int | None, Field(description="an integer of 0 or more", ge=0, lt=2**31)] = None
+    spec_tokens: Annotated[int | None, Field(description="an integer of 0 or more", ge=0, lt=_INT32_END)] = None
 
+    @property
+    def stated_keys(self) -> list[str]:
+        """The keys that the request gives, in the order of `KEYS`."""
+        return [key for key in KEYS if getattr(self, key) is not None]
 
-KEYS = tuple(_Given.model_fields)
-_REFERENCES = KEYS[:3]
-# The values of the others may be text that is not to be repeated in a message, or long.
-_SHOWN = ("sp_edit", "spec_tokens")
+    @property
+    def field(self) -> str:
+        """The key that an error names: the reference's, or else the first one."""
+        return self.stated_keys[0]
 
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """What a request asks.
-
-    Attributes:
-        field: the key that gives the reference, or else the first of the others.
-        text: the reference, if it is given as text.
-        token_ids: [n] int32, the reference, if it is given as token ids.
-        edit: whether the reference is walked (sp_edit 1) or looked up (0).
-        max_drafts: at most so many drafts in a step; None = as many as the engine makes.
-    """
-
-    field: str
-    text: str | None = None
-    token_ids: np.ndarray | None = None
-    edit: bool = False
-    max_drafts: int | None = None
+    @property
+    def text(self) -> str | None:
+        """The reference, if it is given as text."""
+        return self.sp_advice_prompt if self.prediction is None else self.prediction.text
 
     @property
     def has_reference(self) -> bool:
         """Whether there is a reference, perhaps an empty one."""
-        return self.text is not None or self.token_ids is not None
+        return self.field in REFERENCE_KEYS
+
+    @property
+    def edit(self) -> bool:
+        """Whether the reference is walked along (`sp_edit` 1) or looked up (0).
+
+        A ``prediction`` is walked along by default. The other forms are looked up, as in RTP-LLM.
+        """
+        return bool(self.prediction if self.sp_edit is None else self.sp_edit)
 
 
-def parse(given: Mapping[str, Any]) -> RequestOptions | None:
-    """Read what a request asks from its ``extra_args``; None if none of `KEYS` is among them.
+KEYS = tuple(RequestOptions.model_fields)
+REFERENCE_KEYS = KEYS[:3]
+# Other values may be long, or text that a message must not repeat.
+_KEYS_SHOWN_WITH_VALUE = ("sp_edit", "spec_tokens")
 
-    Keys that are not of `KEYS` are left to others, and None counts as not given. A ``prediction`` is walked unless
-    `sp_edit` says otherwise; the other forms are looked up, as RTP-LLM does.
+
+def parse_options(extra_args: Mapping[str, Any]) -> RequestOptions | None:
+    """Read a request's ``extra_args``; None if none of `KEYS` is among them.
+
+    Other keys are left to other plugins, unless they begin with ``sp_`` or nearly spell one of `KEYS`.
 
     Raises:
-        RequestError: a value of a wrong type or range, two references, or `sp_edit` 1 without a reference.
+        RequestError: an unknown key, a value of a wrong type or range, two references, or `sp_edit` 1 without a
+            reference.
     """
+    _check_unknown_keys(extra_args)
     try:
-        read = _Given.model_validate({key: given[key] for key in KEYS if key in given})
+        options = RequestOptions.model_validate({key: extra_args[key] for key in KEYS if key in extra_args})
     except ValidationError as error:
         field = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
-        value = f"={show(given[field])}" if field in _SHOWN else ""
-        allowed = _Given.model_fields[field].description
+        value = f"={show(extra_args[field])}" if field in _KEYS_SHOWN_WITH_VALUE else ""
+        allowed = RequestOptions.model_fields[field].description
         raise RequestError(field, f"{field}{value} is not allowed: it must be {allowed}") from None
-    stated = [key for key in KEYS if getattr(read, key) is not None]
-    if not stated:
+    if not options.stated_keys:
         return None
-    references = [key for key in _REFERENCES if key in stated]
-    if len(references) > 1:
-        raise RequestError(references[1], f"{' and '.join(references)} are both given: a request has one reference")
-    if read.sp_edit and not references:
-        raise RequestError("sp_edit", f"sp_edit=1 is not allowed: it needs one of {', '.join(_REFERENCES)}")
-    text = read.prediction.text if read.prediction else read.sp_advice_prompt
-    if text is not None and not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                references[0], f"{references[0]} is not allowed: character {error.start} is half of a surrogate pair"
-            ) from None
-    ids = read.sp_advice_prompt_token_ids
-    return RequestOptions(
-        field=(references or stated)[0],
-        text=text,
-        token_ids=None if ids is None else np.array(ids, np.int32),
-        edit=bool(read.prediction if read.sp_edit is None else read.sp_edit),
-        max_drafts=read.spec_tokens,
-    )
+    _check_reference(options)
+    return options
 
 
-class _Encoded(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+def _check_unknown_keys(extra_args: Mapping[str, Any]) -> None:
+    for name in extra_args:
+        if not isinstance(name, str) or name in KEYS:
+            continue
+        spelling = name.lower().replace("-", "_")
+        is_near = spelling.startswith("sp") and nearest(spelling, KEYS, _MISSPELLING_CUTOFF) is not None
+        if spelling.startswith("sp_") or is_near:
+            shown = name if name.isidentifier() and len(name) <= _MAX_NAME_LENGTH else show(name)
+            meant = nearest(spelling, KEYS, cutoff=0.6)
+            hint = f"did you mean {meant}? " if meant else ""
+            raise RequestError(shown, f"{shown} is not allowed: unknown key; {hint}Allowed: {', '.join(KEYS)}")
 
-    token_ids: bytes | None
-    edit: bool
-    max_drafts: Annotated[int, Field(ge=0, lt=2**31)] | None
-    key: str | None
-    num_cut: Annotated[int, Field(ge=0)]
+
+def _check_reference(options: RequestOptions) -> None:
+    """Check that there is one reference at most, that `sp_edit` has one, and that a tokenizer can take its text."""
+    given = [key for key in options.stated_keys if key in REFERENCE_KEYS]
+    if len(given) > 1:
+        raise RequestError(given[1], f"{' and '.join(given)} are both given: a request has one reference")
+    if options.sp_edit and not given:
+        raise RequestError("sp_edit", f"sp_edit=1 is not allowed: it needs one of {', '.join(REFERENCE_KEYS)}")
+    text = options.text
+    if text is None or text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            given[0], f"{given[0]} is not allowed: character {error.start} is half of a surrogate pair"
+        ) from None
 
 
-@dataclass(frozen=True)
-class CarriedOptions:
-    """What the workers are told of a request.
+def _read_token_ids(value: Any) -> np.ndarray:
+    if isinstance(value, bytes) and len(value) % np.dtype(np.int32).itemsize == 0:
+        return np.frombuffer(value, np.int32)
+    if isinstance(value, np.ndarray) and value.dtype == np.int32 and value.ndim == 1:
+        return value
+    raise ValueError("token ids must be a one-dimensional int32 array or its bytes")
+
+
+_TokenIds = Annotated[np.ndarray, PlainValidator(_read_token_ids), PlainSerializer(np.ndarray.tobytes)]
+
+
+class ResolvedOptions(BaseModel):
+    """A request's options as the workers get them.
 
     Attributes:
-        token_ids: [n] int32, its reference; None = it has none.
-        edit, max_drafts: as in `RequestOptions`.
-        key: the name under which its counts are kept until somebody asks for them; None = nobody will.
+        token_ids: [n] int32, the reference; None = there is none.
+        edit: whether the reference is walked along (`sp_edit` 1) or looked up (0).
+        max_drafts: the most drafts in a step; None = as many as the engine makes.
+        key: the name under which the request's counts are kept until they are collected; None = nobody collects them.
         num_cut: how many tokens of the reference were left out because it was too long.
     """
 
-    token_ids: np.ndarray | None = None
-    edit: bool = False
-    max_drafts: int | None = None
-    key: str | None = None
-    num_cut: int = 0
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    def encode(self) -> dict[str, Any]:
-        """As vLLM's messages between processes can hold it."""
-        token_ids = None if self.token_ids is None else self.token_ids.tobytes()
-        return vars(self) | {"token_ids": token_ids}
+    # A reference must not get into a log.
+    token_ids: Annotated[_TokenIds | None, Field(repr=False)] = None
+    edit: bool = False
+    max_drafts: Annotated[int, Field(ge=0, lt=_INT32_END)] | None = None
+    key: str | None = None
+    num_cut: Annotated[int, Field(ge=0)] = 0
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values, which vLLM's messages between processes can hold; the token ids are bytes."""
+        return self.model_dump()
 
     @classmethod
-    def decode(cls, encoded: Any) -> "CarriedOptions | None":
-        """What was encoded; None if it is not that, but a client's word that nothing has checked."""
+    def from_wire(cls, wire: Any) -> "ResolvedOptions | None":
+        """Read what `to_wire` wrote; None for anything else, which a client has written and nothing has checked."""
+        # Two messages are compared, which arrays cannot be.
+        if not isinstance(wire, dict) or isinstance(wire.get("token_ids"), np.ndarray):
+            return None
         try:
-            read = _Encoded.model_validate(encoded)
+            resolved = cls.model_validate(wire)
         except ValidationError:
             return None
-        if read.token_ids is None:
-            return cls(**dict(read))
-        if len(read.token_ids) % np.dtype(np.int32).itemsize:
-            return None
-        return cls(**dict(read) | {"token_ids": np.frombuffer(read.token_ids, np.int32)})
-
-
-class _HandedOver:
-    """What the HTTP middleware has taken out of requests that are under way, by key.
-
-    A reference goes this way, within one process, because vLLM can be told to log the parameters of every request.
-    """
-
-    def __init__(self) -> None:
-        self._options: dict[str, CarriedOptions] = {}
-
-    def __len__(self) -> int:
-        return len(self._options)
-
-    def put(self, key: str, options: CarriedOptions) -> None:
-        self._options[key] = options
-
-    def get(self, key: Any) -> CarriedOptions | None:
-        """None if there is nothing of that key."""
-        return self._options.get(key) if isinstance(key, str) else None
-
-    def drop(self, key: str) -> None:
-        self._options.pop(key, None)
-
-
-handed_over = _HandedOver()
+        # Each field has a default, but `to_wire` writes all of them.
+        return resolved if resolved.model_fields_set == cls.model_fields.keys() else None

@@ -1,4 +1,4 @@
-"""Who drafted what, and what became of it: counts by source and position, and of single requests."""
+"""Counts of drafts and accepted tokens: by source and position, and of single requests."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,25 +8,29 @@ import numpy as np
 
 from vllm_specplus.sources import MODEL
 
-_MAX_KEPT = 1024
+_MAX_FINISHED_KEYS = 1024
 
 
 def count_step(
-    counts: np.ndarray, num_model: np.ndarray, rest: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
+    counts: np.ndarray,
+    num_model: np.ndarray,
+    fill_source: np.ndarray,
+    num_drafted: np.ndarray,
+    num_accepted: np.ndarray,
 ) -> None:
     """Add one step of B requests.
 
     Args:
         counts: [2, len(SOURCES), K] int64, changed in place.
         num_model: [B] int, leading drafts that are the model's.
-        rest: [B] int, the source of the others.
+        fill_source: [B] int, the source of the other drafts.
         num_drafted, num_accepted: [B] int, drafts that were verified, and how many of them were accepted.
     """
     for row, tokens in zip(counts, (num_drafted, num_accepted), strict=True):
         of_model = np.minimum(num_model, tokens)
         row[MODEL] += _num_longer(of_model, row.shape[1])
-        for source in np.unique(rest):
-            chosen = rest == source
+        for source in np.unique(fill_source):
+            chosen = fill_source == source
             row[source] += _num_longer(tokens[chosen], row.shape[1]) - _num_longer(of_model[chosen], row.shape[1])
 
 
@@ -36,74 +40,76 @@ def _num_longer(lengths: np.ndarray, width: int) -> np.ndarray:
 
 
 @dataclass
-class _Kept:
+class _KeyCounts:
     num_requests: int = 0
-    live: int = 0
+    num_running: int = 0
     is_collected: bool = False
     total: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
-    later: list[Any] = field(default_factory=list)
+    # On a GPU reading a tensor waits for the device, so the sum is taken when the counts are collected.
+    tensors: list[Any] = field(default_factory=list)
 
 
 class RequestCounts:
-    """Steps and reference drafts of requests that somebody is going to ask about, by the key that they gave.
+    """Per-key counts of steps and reference drafts, kept until collected.
 
-    Several requests may share a key. What nobody asks for is kept for the last requests that ended, and no more.
+    Several requests may share a key. Of keys that nobody collects, those of the last 1024 to end are kept.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._counts_by_key: dict[str, _KeyCounts] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._counts_by_key)
 
     def begin(self, key: str) -> None:
-        """One more request of this key runs."""
-        kept = self._kept.setdefault(key, _Kept())
-        kept.num_requests += 1
-        kept.live += 1
+        """Add a running request to a key."""
+        counts = self._counts_by_key.setdefault(key, _KeyCounts())
+        counts.num_requests += 1
+        counts.num_running += 1
 
     def add(self, key: str, part: np.ndarray) -> None:
         """Add to a key's counts [3] int: engine steps that gave tokens, reference drafts, those accepted."""
-        if key in self._kept:
-            self._kept[key].total += part
+        if key in self._counts_by_key:
+            self._counts_by_key[key].total += part
 
     def add_later(self, key: str, part: Any) -> None:
-        """As `add`, of a tensor that is read when the counts are asked for."""
-        if key in self._kept:
-            self._kept[key].later.append(part)
+        """Add a tensor like the array of `add`; it is read when the counts are collected."""
+        if key in self._counts_by_key:
+            self._counts_by_key[key].tensors.append(part)
 
     def finish(self, key: str) -> None:
-        """A request of this key has ended."""
-        kept = self._kept.get(key)
-        if kept is None:
+        """Take a request that has ended from a key."""
+        counts = self._counts_by_key.get(key)
+        if counts is None:
             return
-        kept.live -= 1
-        if kept.live <= 0:
-            # The last to end is the last to go.
-            del self._kept[key]
-            if not kept.is_collected:
-                self._kept[key] = kept
-        if len(self._kept) > _MAX_KEPT:
-            ended = [k for k, other in self._kept.items() if other.live <= 0]
-            for old in ended[:-_MAX_KEPT]:
-                del self._kept[old]
+        counts.num_running -= 1
+        if counts.num_running <= 0:
+            # Put back at the end: the keys that ended first are dropped first.
+            del self._counts_by_key[key]
+            if not counts.is_collected:
+                self._counts_by_key[key] = counts
+        if len(self._counts_by_key) > _MAX_FINISHED_KEYS:
+            finished = [k for k, other in self._counts_by_key.items() if other.num_running <= 0]
+            for old in finished[:-_MAX_FINISHED_KEYS]:
+                del self._counts_by_key[old]
 
-    def collect(self, key: str, live: Iterable[Any] = ()) -> dict[str, int] | None:
-        """A key's counts, to be forgotten when its requests have ended; None if nothing is known of it.
+    def collect(self, key: str, running: Iterable[Any] = ()) -> dict[str, int] | None:
+        """A key's counts; None if nothing is known of it. They are dropped when the key's requests have ended.
 
         Args:
-            live: further tensors of counts, of requests that run.
+            running: further tensors of counts, of requests that run.
         """
-        kept = self._kept.get(key)
-        if kept is None:
+        counts = self._counts_by_key.get(key)
+        if counts is None:
             return None
-        steps, drafted, accepted = np.sum([kept.total, *(part.tolist() for part in (*kept.later, *live))], axis=0)
-        kept.is_collected = True
-        if kept.live <= 0:
-            del self._kept[key]
+        parts = (part.tolist() for part in (*counts.tensors, *running))
+        num_steps, num_drafted, num_accepted = np.sum([counts.total, *parts], axis=0)
+        counts.is_collected = True
+        if counts.num_running <= 0:
+            del self._counts_by_key[key]
         return {
-            "num_requests": kept.num_requests,
-            "num_steps": int(steps),
-            "accepted": int(accepted),
-            "rejected": int(drafted - accepted),
+            "num_requests": counts.num_requests,
+            "num_steps": int(num_steps),
+            "accepted": int(num_accepted),
+            "rejected": int(num_drafted - num_accepted),
         }

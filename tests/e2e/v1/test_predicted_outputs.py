@@ -1,4 +1,4 @@
-"""References over HTTP, with the stock openai client: predicted outputs, counts, and what a server under load keeps."""
+"""References over HTTP with the stock openai client: predicted outputs, counts, and what is left after load."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ MARK = "zq-reference-zq"
 
 @pytest.fixture(scope="module")
 def server(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With the middleware by both ways, and a KV cache for a few requests only."""
+    """A server with the middleware twice, by option and by plugin, and a KV cache for a few requests only."""
     options = ["--speculative-config", json.dumps(CONFIG), "--middleware", "vllm_specplus.requests.PredictedOutputs"]
     options += ["--num-gpu-blocks-override", "24", "--block-size", "32", "--enable-log-requests"]
     with serve(trained, tmp_path_factory.mktemp("serve"), *options, VLLM_PLUGINS="specplus") as running:
@@ -41,7 +41,7 @@ def test_chat(client: openai.OpenAI) -> None:
         predicted = client.chat.completions.create(**request, prediction={"type": "content", "content": content})
         assert predicted.choices[0].message.content == text
         details = predicted.usage.completion_tokens_details
-        # All but what came with them, one token a step.
+        # A step of nine tokens has eight of the reference.
         assert 60 * 8 // 9 - 1 <= details.accepted_prediction_tokens < 60
         assert details.rejected_prediction_tokens <= 8
     wrong = client.chat.completions.create(**request, prediction={"type": "content", "content": "\x01" * 200})
@@ -59,8 +59,8 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens_details.accepted_prediction_tokens > 40
     # Fewer chunks than tokens: a chunk is a step.
     assert len(chunks) < 20
-    unasked = list(client.chat.completions.create(**request))
-    assert not any(c.usage for c in unasked)
+    chunks = list(client.chat.completions.create(**request))
+    assert not any(c.usage for c in chunks)
 
 
 def test_completions_and_xargs(client: openai.OpenAI) -> None:
@@ -77,7 +77,7 @@ def test_completions_and_xargs(client: openai.OpenAI) -> None:
             assert [choice.text for choice in found.choices] == [text] * len(prompts)
             details = found.usage.completion_tokens_details
             assert 50 * len(prompts) < details.accepted_prediction_tokens < 60 * len(prompts)
-    # What a window gives past the end is not in the text.
+    # Drafts that were accepted past the end are not in the text.
     cut = client.completions.create(
         **request | {"max_tokens": 3},
         extra_body={"ignore_eos": True, "prediction": {"type": "content", "content": text}},
@@ -127,6 +127,7 @@ def test_aux_info(client: openai.OpenAI) -> None:
         ({"vllm_xargs": {"sp_edit": 3, "sp_advice_prompt": "x"}}, "sp_edit"),
         ({"vllm_xargs": {"sp_advice_prompt": 3}}, "sp_advice_prompt"),
         ({"vllm_xargs": {"spec_tokens": "many"}}, "spec_tokens"),
+        ({"vllm_xargs": {"sp_advise_prompt": "x"}}, "sp_advise_prompt"),
         ({"vllm_xargs": {"sp_advice_prompt_token_ids": [1, 320]}}, "sp_advice_prompt_token_ids"),
     ],
 )
@@ -151,7 +152,7 @@ def test_counts_agree_with_vllms(client: openai.OpenAI, server: Server) -> None:
 
 
 def check_under_load(server: Server, max_tokens: int) -> None:
-    """32 requests at once, with references right and wrong and without, some cancelled: texts, counts, and sizes."""
+    """Check texts, counts and entries for 32 requests at once: right and wrong references, none, some cancelled."""
     prompts = [f"{PROMPT}\n\n# {k}\ndef f{k}(a):\n    " for k in range(8)]
     client = server.client()
     request = GREEDY | {"max_tokens": max_tokens, "extra_body": {"ignore_eos": True}}
@@ -187,7 +188,7 @@ def check_under_load(server: Server, max_tokens: int) -> None:
             await asyncio.gather(*(one(open_client, k) for k in range(32)))
 
     asyncio.run(all_at_once())
-    # One more, that cancelled requests leave the workers before it ends.
+    # Workers hear of cancelled requests with the next step.
     assert client.completions.create(**request, prompt=prompts[0]).choices[0].text == texts[0]
     stats = json.loads(server.get("/specplus/stats"))
     assert stats["entries"] == {"requests": 0, "references": 0, "kept_counts": 0}
@@ -204,7 +205,7 @@ def test_under_load(server: Server) -> None:
 
 
 def test_no_reference_text_is_logged(client: openai.OpenAI, server: Server) -> None:
-    """Not even where the parameters of requests are."""
+    """Not even by `--enable-log-requests`, which logs the parameters of requests."""
     for extra in (
         {"prediction": {"type": "content", "content": MARK}},
         {"vllm_xargs": {"sp_advice_prompt": MARK}},

@@ -64,3 +64,21 @@ def test_metrics_and_log(client: openai.OpenAI, server: Server) -> None:
     client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20)
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
     assert server.log().count("resolved speculative config") == 1
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_refused_stream_leaves_no_traceback(endpoint: str, client: openai.OpenAI, server: Server) -> None:
+    """Without the middleware vLLM checks a stream's parameters when the stream has begun; the client reads an event."""
+    start = len(server.log())
+    request = {"model": "tiny", "stream": True, "extra_body": {"vllm_xargs": {"spec_tokens": -1}}}
+    if endpoint == "chat":
+        stream = client.chat.completions.create(**request, messages=[{"role": "user", "content": PROMPT}])
+    else:
+        stream = client.completions.create(**request, prompt=PROMPT)
+    with pytest.raises(openai.APIError, match="spec_tokens=-1 is not allowed") as refused:
+        list(stream)
+    assert (refused.value.type, refused.value.param) == ("BadRequestError", "spec_tokens")
+    log = server.log()[start:]
+    assert "Traceback" not in log
+    (line,) = (line for line in log.splitlines() if "spec_tokens" in line)
+    assert line.endswith("spec_tokens=-1 is not allowed: it must be an integer of 0 or more (parameter=spec_tokens)")

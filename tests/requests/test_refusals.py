@@ -1,0 +1,87 @@
+"""What `PredictedOutputs` refuses before vLLM sees it, and how vLLM's server logs what is refused later."""
+
+import logging
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from tests.requests.stand_ins import PREDICTION, SECRET, Check, Server
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"vllm_xargs": {"sp_advice_prompt_token_ids": [1, 1000]}}, "sp_advice_prompt_token_ids"),
+        ({"prediction": {"type": "content", "content": "a\u4f60"}}, "prediction"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_the_model_has_not(fields: dict[str, Any], field: str, stream: bool) -> None:
+    server = Server()
+    got = server.post({**fields, "stream": stream})
+    assert got.status == 400
+    assert got.json["error"]["param"] == field
+    assert not server.bodies
+    assert not server.engine.calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"aux_info": 1}, "aux_info"),
+        ({"aux_info": SECRET}, "aux_info"),
+        ({"prediction": SECRET}, "prediction"),
+        ({"prediction": {"type": "content", "content": [SECRET]}}, "prediction"),
+        ({"vllm_xargs": {"sp_advice_prompt": [SECRET]}}, "sp_advice_prompt"),
+        ({"vllm_xargs": {"sp_edit": 2}}, "sp_edit"),
+        ({"vllm_xargs": {"sp_edit": 1}}, "sp_edit"),
+        ({"vllm_xargs": {"spec_tokens": -1}}, "spec_tokens"),
+        ({"prediction": PREDICTION, "vllm_xargs": {"sp_advice_prompt": SECRET}}, "sp_advice_prompt"),
+        ({"prediction": PREDICTION, "aux_info": "yes"}, "aux_info"),
+        ({"vllm_xargs": {"sp_advise_prompt": SECRET}}, "sp_advise_prompt"),
+        ({"vllm_xargs": {"spec_token": 3}}, "spec_token"),
+        ({"prediction": PREDICTION, "vllm_xargs": {"sp_edits": None}}, "sp_edits"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], field: str, log: pytest.LogCaptureFixture) -> None:
+    """They have vLLM's form, name the field, and do not repeat what may be the user's text."""
+    server = Server()
+    got = server.post({"model": "m", **fields})
+    assert got.status == 400
+    error = got.json["error"]
+    assert {**error, "message": ""} == {"message": "", "type": "BadRequestError", "param": field, "code": 400}
+    assert field in error["message"]
+    assert SECRET not in error["message"]
+    assert not log.records
+    assert not server.bodies
+    assert not server.engine.calls
+
+
+@pytest.mark.parametrize("endpoint", ["chat_completion", "completion"])
+def test_vllm_logs_a_refused_stream_in_one_line(
+    endpoint: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the plugin's own refusals lose their traceback."""
+    logger = logging.getLogger(f"vllm.entrypoints.openai.{endpoint}.serving")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    try:
+        for extra in ({"spec_tokens": -1}, {"spec_tokens": -1}, None):
+            try:
+                if extra is None:
+                    raise VLLMValidationError("another's refusal")
+                Check.validate_params(SamplingParams(extra_args=extra))
+            except VLLMValidationError:
+                logger.exception("Error in %s stream generator.", endpoint)
+    finally:
+        logger.removeHandler(caplog.handler)
+    *own, other = caplog.records
+    assert len(own) == 2
+    assert other.exc_info is not None
+    assert other.getMessage() == f"Error in {endpoint} stream generator."
+    words = "spec_tokens=-1 is not allowed: it must be an integer of 0 or more (parameter=spec_tokens)"
+    for record in own:
+        assert record.exc_info is None
+        assert record.getMessage() == f"Error in {endpoint} stream generator: {words}"

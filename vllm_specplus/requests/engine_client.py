@@ -1,0 +1,31 @@
+"""Questions to vLLM's engine client, which stands before the engine in the server's process."""
+
+from operator import attrgetter
+from typing import Any
+
+from vllm_specplus.requests.check import RequestCheck, check_of
+
+_drafts_from_history = attrgetter("vllm_config.speculative_config.specplus.drafts_from_history")
+
+
+def has_drafter(engine_client: Any) -> bool:
+    """Whether the plugin drafts in the engine; False for None."""
+    try:
+        return bool(_drafts_from_history(engine_client))
+    except AttributeError:
+        return False
+
+
+def request_check(engine_client: Any) -> type[RequestCheck] | None:
+    """The check of the engine's requests; None if the plugin does not draft there, or nothing checks them."""
+    return check_of(engine_client.vllm_config.model_config) if has_drafter(engine_client) else None
+
+
+async def ask_workers(engine_client: Any, method: str, *args: Any) -> dict[str, Any] | None:
+    """Call a method of every worker; return the first answer that is not None. All workers that answer agree.
+
+    Raises:
+        Exception: what the engine raises if it cannot be asked.
+    """
+    answers = await engine_client.collective_rpc(method, args=args)
+    return next((answer for answer in answers if answer is not None), None)
