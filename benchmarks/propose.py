@@ -33,6 +33,7 @@ from common import environment, peak_rss_mb, write_json
 from rich.console import Console
 from rich.table import Table
 
+from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import History, NgramMatcher, SuffixMatcher
 
 MIN_SIZE, MAX_SIZE, NUM_DRAFTS = 2, 5, 5
@@ -177,7 +178,7 @@ def time_suffix(histories: list[History], batch: int, limits: np.ndarray, max_to
     if total > max_tokens:
         return f"skipped: {total / 1e6:.1f}M tokens, limit {max_tokens / 1e6:.1f}M"
     try:
-        matcher = SuffixMatcher()
+        matcher = SuffixMatcher(**SpecPlusOptions(method="suffix", num_speculative_tokens=1).suffix_matcher)
     except ImportError as error:
         return f"skipped: {error}"
     seconds, _, _ = run_steps(histories, lambda h: matcher.match(h, None, limits).to_lists())

@@ -33,6 +33,7 @@ from common import environment, write_json
 from rich.console import Console
 from rich.table import Table
 
+from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import History, HybridDrafter, SuffixMatcher
 
 MODES = ("none", "sync", "async")
@@ -131,7 +132,13 @@ class Drafter:
         self.mode = mode
         self.num_drafts = num_drafts
         self.model_steps = model_steps
-        self.matcher = SuffixMatcher(max_tree_depth=depth, max_spec_factor=factor)
+        options = SpecPlusOptions(
+            method="suffix",
+            num_speculative_tokens=1,
+            suffix_decoding_max_tree_depth=depth,
+            suffix_decoding_max_spec_factor=factor,
+        )
+        self.matcher = SuffixMatcher(**options.suffix_matcher)
         self.seconds = 0.0
         self._seen = 0
 

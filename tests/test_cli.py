@@ -53,6 +53,41 @@ def test_bad_config_gives_the_engines_error(capsys: pytest.CaptureFixture[str]) 
     assert err == f"{engine.value}\n"
 
 
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--explain", json.dumps(GOOD)]) == 0
+    out, err = capsys.readouterr()
+    *lines, last = out.splitlines()
+    assert [line.split("=")[0] for line in lines] == list(GOOD)
+    assert last.startswith("Not checked: ")
+    assert err == ""
+    assert main(["check", "--explain", json.dumps(BAD)]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_printed_is_what_something_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    """An n-gram hybrid has no use for suffix options, nor a model that vLLM runs alone for n-gram sizes."""
+    assert main(["check", json.dumps(GOOD)]) == 0
+    assert list(json.loads(capsys.readouterr().out)["options"]) == [
+        "method",
+        "num_speculative_tokens",
+        "num_model_steps",
+        "mtp_strategy",
+        "max_ngram_size",
+        "min_ngram_size",
+        "match_override_len",
+        "verify_strategy",
+    ]
+    assert main(["check", '{"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "topp"}']) == 0
+    assert list(json.loads(capsys.readouterr().out)["options"]) == [
+        "method",
+        "num_speculative_tokens",
+        "verify_strategy",
+        "max_candidate_len",
+        "verify_window",
+        "accept_policy",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -1,6 +1,7 @@
 """The sdist and the wheel: what they hold, what they say of themselves, and that they install."""
 
 import email
+import importlib
 import importlib.metadata
 import shutil
 import subprocess
@@ -73,6 +74,27 @@ def test_metadata(metadata: Message) -> None:
     assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "plot", "ray", "suffix", "test"}
     needs = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert needs == {"vllm>=0.32", "pydantic>=2.12"}
+
+
+PUBLIC = {
+    "vllm_specplus": ["register"],
+    "vllm_specplus.compat": ["LEDGER", "SpecPlusCompatError", "check_vllm", "missing_seams", "override"],
+    "vllm_specplus.config": ["Resolved", "SpecPlusConfigError", "SpecPlusOptions", "parse_json", "resolve"],
+    "vllm_specplus.requests": ["PredictedOutputs"],
+    "vllm_specplus.verify": ["verify_draft_tokens"],
+}
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in PUBLIC.items() for name in names])
+def test_public_path(module: str, name: str) -> None:
+    """Users import these: a name that moves away takes their programs with it."""
+    assert getattr(importlib.import_module(module), name) is not None
+
+
+@pytest.mark.parametrize("module", ["vllm_specplus", "vllm_specplus.cli", "vllm_specplus.config"])
+def test_what_loads_neither_vllm_nor_torch(module: str) -> None:
+    program = f"import sys, {module}; heavy = {{'vllm', 'torch', 'numpy'}} & set(sys.modules); assert not heavy, heavy"
+    run(sys.executable, "-c", program)
 
 
 def test_entry_points(wheel: Path, tmp_path: Path) -> None:

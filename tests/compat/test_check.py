@@ -97,7 +97,7 @@ def test_a_function_that_became_something_else_is_named(copied_vllm: Path) -> No
     file = "v1/spec_decode/custom_class_proposer.py"
     doctor(copied_vllm, file, "def create_custom_proposer", "create_custom_proposer = print\n\n\ndef make_proposer")
     (problem,) = compat.missing_seams(copied_vllm)
-    assert "create_custom_proposer is no function any more" in problem
+    assert "create_custom_proposer is not a function any more" in problem
 
 
 def test_a_lost_module_is_named(copied_vllm: Path) -> None:

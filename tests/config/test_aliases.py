@@ -105,7 +105,7 @@ MEANS = [
     Means(
         {"method": "naive", "num_speculative_tokens": 1},
         {"method": "naive"},
-        notes=["num_speculative_tokens=1: method naive drafts what a request's reference says"],
+        notes=["num_speculative_tokens=1: method naive drafts from a request's reference text"],
     ),
     Means(refused=['quantization="wint4"', "wint4 is Paddle's", *stock_keys().quantizations]),
     Means(

@@ -216,7 +216,6 @@ def test_misspelt_plugin_key_alone(config: dict[str, Any], name: str, meant: str
         ({**MTP, "method": 3}, "method=3"),
         ({**MTP, "quantization": 3}, "quantization=3"),
         ({**MTP, "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
-        ({**MTP, "num-speculative-tokens": 5}, "num_speculative_tokens=5"),
     ],
 )
 def test_strict_checks_stock_configs_too(config: dict[str, Any], said: str) -> None:
@@ -224,6 +223,14 @@ def test_strict_checks_stock_configs_too(config: dict[str, Any], said: str) -> N
     with pytest.raises(SpecPlusConfigError, match="speculative_config: ") as caught:
         resolve(config, strict=True)
     assert said in str(caught.value)
+
+
+def test_strict_warns_of_a_key_in_two_spellings() -> None:
+    config = {**MTP, "num-speculative-tokens": 5}
+    assert resolve(config).warnings == []
+    resolved = resolve(config, strict=True)
+    assert resolved.vllm == config
+    assert resolved.warnings == ["speculative_config: num_speculative_tokens is set twice: vLLM takes the last one"]
 
 
 def test_strict_accepts_what_vllm_reads_leniently() -> None:

@@ -113,7 +113,7 @@ def test_key_that_asks_for_nothing_takes_vllms_path(key: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given_window", "window", "fitted"),
+    ("keys", "sizes", "is_fitted"),
     [
         ({"max_ngram_size": 3}, (3, 2), False),
         ({"max_ngram_size": 1}, (1, 1), True),
@@ -126,18 +126,18 @@ def test_key_that_asks_for_nothing_takes_vllms_path(key: str, value: Any) -> Non
     ],
 )
 @pytest.mark.parametrize("base", [NGRAM, HYBRID])
-def test_window(base: dict[str, Any], given_window: dict[str, Any], window: tuple[int, int], fitted: bool) -> None:
-    resolved = resolve({**base, **given_window})
+def test_ngram_sizes(base: dict[str, Any], keys: dict[str, Any], sizes: tuple[int, int], is_fitted: bool) -> None:
+    resolved = resolve({**base, **keys})
     assert resolved.options is not None
-    assert (resolved.options.max_ngram_size, resolved.options.min_ngram_size) == window
-    assert any("to fit" in note for note in resolved.notes) == fitted
+    assert (resolved.options.max_ngram_size, resolved.options.min_ngram_size) == sizes
+    assert any("to fit" in note for note in resolved.notes) == is_fitted
     if base is NGRAM:
-        expected = {**NGRAM, "prompt_lookup_max": window[0], "prompt_lookup_min": window[1]}
+        expected = {**NGRAM, "prompt_lookup_max": sizes[0], "prompt_lookup_min": sizes[1]}
         assert resolved.vllm == expected
 
 
 @pytest.mark.parametrize(
-    ("given_window", "window"),
+    ("keys", "sizes"),
     [
         ({}, (5, 5)),
         ({"prompt_lookup_max": 4}, (4, 4)),
@@ -145,12 +145,12 @@ def test_window(base: dict[str, Any], given_window: dict[str, Any], window: tupl
         ({"prompt_lookup_max": 4, "prompt_lookup_min": 2}, (4, 2)),
     ],
 )
-def test_verifier_beside_stock_ngram_leaves_its_window(given_window: dict[str, Any], window: tuple[int, int]) -> None:
-    found = options({**NGRAM, **given_window, "verify_strategy": "greedy"})
-    assert (found.max_ngram_size, found.min_ngram_size) == window
+def test_verifier_beside_stock_ngram_leaves_its_sizes(keys: dict[str, Any], sizes: tuple[int, int]) -> None:
+    found = options({**NGRAM, **keys, "verify_strategy": "greedy"})
+    assert (found.max_ngram_size, found.min_ngram_size) == sizes
 
 
-def test_stock_window_names_in_a_hybrid() -> None:
+def test_stock_ngram_keys_in_a_hybrid() -> None:
     resolved = resolve({**HYBRID, "prompt_lookup_max": 7})
     assert resolved.options is not None
     assert resolved.options.max_ngram_size == 7
@@ -165,17 +165,17 @@ def test_naive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "window", "note"),
+    ("tokens", "width", "note"),
     [
-        (7, 7, "num_speculative_tokens=7: method naive drafts what a request's reference says"),
+        (7, 7, "num_speculative_tokens=7: method naive drafts from a request's reference text"),
         (0, 0, "num_speculative_tokens=0: method naive"),
         (-1, 0, "num_speculative_tokens=-1 counts as 0: method naive"),
         (1000, 128, "num_speculative_tokens=1000 counts as 128: method naive"),
     ],
 )
-def test_naive_takes_any_number_as_the_window_of_references(tokens: int, window: int, note: str) -> None:
+def test_naive_takes_any_number_as_the_width_of_references(tokens: int, width: int, note: str) -> None:
     resolved = resolve({"method": "naive", "num_speculative_tokens": tokens})
-    assert resolved.options == SpecPlusOptions(method="naive", num_speculative_tokens=window)
+    assert resolved.options == SpecPlusOptions(method="naive", num_speculative_tokens=width)
     assert resolved.vllm == {"method": "naive"}
     assert len(resolved.notes) == 1
     assert note in resolved.notes[0]
@@ -219,11 +219,11 @@ def test_suffix_defaults_are_vllms() -> None:
         ({**HYBRID, "suffix_decoding_max_tree_depth": 9}, "suffix keys act only with"),
         ({**MTP, "prompt_lookup_max": 9}, "n-gram keys act only with method ngram"),
         ({**MTP, "verify_strategy": "topp"}, "lossy"),
-        ({**MTP, "verify_strategy": "greedy"}, "argmax whatever the temperature"),
+        ({**MTP, "verify_strategy": "greedy"}, "lossy: it emits the argmax"),
         ({**MTP, "accept_policy": "accept_all"}, "debugging"),
         ({**HYBRID, "num_model_steps": 4}, "leaves no slot"),
         ({**MTP, "verify_strategy": "topp", "verify_window": 4}, "never acts"),
-        ({**HYBRID, "quantization": "mine"}, "a plugin must register it"),
+        ({**HYBRID, "quantization": "mine"}, "a plugin of vLLM's must register it"),
     ],
 )
 def test_warnings(config: dict[str, Any], said: str) -> None:

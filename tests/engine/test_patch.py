@@ -1,6 +1,8 @@
 """The one patch: what installing it costs, and what goes through it."""
 
+import dataclasses
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -13,8 +15,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 import vllm_specplus
 from vllm_specplus import compat
-from vllm_specplus.config import SpecPlusConfigError
+from vllm_specplus.config import SpecPlusConfigError, resolve
 from vllm_specplus.engine import patch as engine
+from vllm_specplus.engine import setup
 from vllm_specplus.engine.worker import SpecPlusWorker, SpecPlusWorkerMixin
 from vllm_specplus.testing.tiny_model import make_random
 
@@ -125,6 +128,68 @@ def test_what_each_model_runner_is_shown(
     check(shown_to_v1)
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "max_ngram_size": 4}
+SAMPLED_DRAFTS = {"draft_sample_method": "probabilistic"}
+
+
+@pytest.mark.parametrize(
+    ("config", "strategy"),
+    [
+        (HYBRID, "target_match"),
+        (NGRAM, "target_match"),
+        (SUFFIX, "target_match"),
+        ({"method": "naive", "num_speculative_tokens": 8}, "target_match"),
+        (HYBRID | SAMPLED_DRAFTS, "rejection"),
+        # These drafts are not sampled, whatever a model's would be.
+        (NGRAM | SAMPLED_DRAFTS, "target_match"),
+        (HYBRID | {"rejection_sample_method": "standard"}, "target_match"),
+        # The user has chosen.
+        (HYBRID | {"verify_strategy": "topp"}, "topp"),
+        (HYBRID | {"rejection_sample_method": "block"}, None),
+        (HYBRID | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}, None),
+        # Nothing is verified.
+        ({"method": "naive"}, None),
+    ],
+)
+def test_the_strategy_on_a_cpu_without_one(
+    config: dict[str, object],
+    strategy: str | None,
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert create(tiny, dict(config)).specplus.verify_strategy == strategy
+    lines = [line for line in log.messages if "on a CPU" in line]
+    assert len(lines) == (strategy is not None and "verify_strategy" not in config)
+    assert all(f'verify_strategy="{strategy}" is set' in line for line in lines)
+
+
+def test_on_v2_and_off_a_cpu_verification_stays_vllms(tiny: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert create(tiny, dict(HYBRID)).specplus.verify_strategy is None
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    args = engine_args(tiny, dict(HYBRID))
+    read = setup.EngineSetup.read(args, resolve(HYBRID), None, None)
+    assert setup.default_strategy(read) == "target_match"
+    assert setup.default_strategy(dataclasses.replace(read, device_type="cuda")) is None
+
+
+def test_the_carrier_of_a_method_brings_no_warning(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM calls its custom class experimental; a user who asked for `ngram` never heard of one."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    vllm_logger = logging.getLogger(SpeculativeConfig.__module__)
+    vllm_logger.addHandler(caplog.handler)
+    try:
+        create(tiny, dict(NGRAM))
+        assert not [line for line in caplog.messages if "custom class" in line]
+        vllm_logger.warning("a custom class of the user's own")
+        assert "a custom class of the user's own" in caplog.messages
+    finally:
+        vllm_logger.removeHandler(caplog.handler)
+
+
 NAIVE = {"method": "naive"}
 PIPELINE = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 
@@ -162,7 +227,7 @@ def test_asynchronous_scheduling_on_v2(config: dict[str, object], stays_on: bool
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
-        (HYBRID | {"enable_adaptive_verification": True}, {}, "enable_adaptive_verification=True is not allowed"),
+        (HYBRID | {"enable_adaptive_verification": True}, {}, "enable_adaptive_verification=true with keys"),
         (HYBRID | {"verify_strategy": "topp"}, {"use_fp64_gumbel": True}, "not allowed with use_fp64_gumbel=True"),
         (HYBRID | {"verify_strategy": "topp"}, {"watermark_config": {}}, "not allowed with a watermark"),
         (HYBRID, {"watermark_config": {}}, "not allowed with a watermark"),

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.proposers.reference import make_history
+from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import HybridDrafter, SuffixMatcher
 
 pytest.importorskip("arctic_inference")
@@ -12,6 +13,12 @@ from arctic_inference.suffix_decoding import SuffixDecodingCache
 from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 MAX_LEN = 256
+
+
+def make_matcher(**changes):
+    """A matcher with vLLM's defaults, but for `changes`."""
+    defaults = SpecPlusOptions(method="suffix", num_speculative_tokens=1).suffix_matcher
+    return SuffixMatcher(**defaults | changes)
 
 
 def match_one(matcher, req_id, prompt, output, drafts=None, max_drafts=4):
@@ -37,7 +44,7 @@ def test_alone_it_drafts_what_vllms_proposer_drafts(max_cached_requests):
     """Requests come and go, and the cache is too small for them in one of the cases."""
     rng = np.random.default_rng(0)
     theirs = vllm_proposer(max_cached_requests)
-    ours = SuffixMatcher(max_tree_depth=12, max_cached_requests=max_cached_requests, max_spec_factor=2.0)
+    ours = make_matcher(max_tree_depth=12, max_cached_requests=max_cached_requests, max_spec_factor=2.0)
     texts, num_drafts = {}, 0
     for step in range(60):
         if step % 6 == 0:
@@ -61,7 +68,7 @@ def test_alone_it_drafts_what_vllms_proposer_drafts(max_cached_requests):
 
 
 def test_model_drafts_extend_the_context_and_are_not_remembered():
-    matcher = SuffixMatcher()
+    matcher = make_matcher()
     prompt = [1, 2, 3, 4, 5, 6]
     first = match_one(matcher, "a", prompt, [9], drafts=[2, 3], max_drafts=2)
     assert first.to_lists() == [[4, 5]]
@@ -70,7 +77,7 @@ def test_model_drafts_extend_the_context_and_are_not_remembered():
 
 @pytest.mark.parametrize(("limit", "kept"), [(-1, 40), (7, 7), (0, 0)])
 def test_cached_responses(limit, kept):
-    matcher = SuffixMatcher(max_cached_requests=limit)
+    matcher = make_matcher(max_cached_requests=limit)
     for k in range(40):
         match_one(matcher, f"{k}", [k], [100 + k, 200 + k, 300 + k])
         matcher.retain([])
@@ -80,13 +87,13 @@ def test_cached_responses(limit, kept):
 
 
 def test_a_request_without_output_is_left_for_later():
-    matcher = SuffixMatcher()
+    matcher = make_matcher()
     assert match_one(matcher, "a", [1, 2, 3, 1, 2], []).to_lists() == [[]]
     assert match_one(matcher, "a", [1, 2, 3, 1], [2]).to_lists()[0][0] == 3
 
 
 def test_tokens_are_cached_even_if_no_drafts_are_wanted():
-    matcher = SuffixMatcher()
+    matcher = make_matcher()
     assert match_one(matcher, "a", [1], [7, 8, 9], max_drafts=0).to_lists() == [[]]
     assert match_one(matcher, "b", [2], [5, 7, 8]).to_lists()[0][0] == 9
 
@@ -102,7 +109,7 @@ def test_tokens_are_cached_even_if_no_drafts_are_wanted():
 def test_a_reused_id_starts_anew(prompt, output):
     """Its own drafts, and those that another request gets from it, are as if it were new."""
     answers = []
-    for matcher in (SuffixMatcher(), SuffixMatcher()):
+    for matcher in (make_matcher(), make_matcher()):
         if not answers:
             match_one(matcher, "a", [1, 2, 3], [4, 5, 6])
         own = match_one(matcher, "a", prompt, output)
@@ -114,7 +121,7 @@ def test_a_reused_id_starts_anew(prompt, output):
 
 def test_hybrid_override_reaches_the_suffix_matchers_cap():
     drafter = HybridDrafter(
-        SuffixMatcher(max_tree_depth=8),
+        make_matcher(max_tree_depth=8),
         num_model_steps=1,
         num_speculative_tokens=1,
         match_override_len=7,
@@ -125,7 +132,7 @@ def test_hybrid_override_reaches_the_suffix_matchers_cap():
     assert (drafts.token_ids, drafts.num_model.tolist()) == ([[12]], [0])
     with pytest.raises(ValueError, match="at most 7"):
         HybridDrafter(
-            SuffixMatcher(max_tree_depth=8),
+            make_matcher(max_tree_depth=8),
             num_model_steps=1,
             num_speculative_tokens=1,
             match_override_len=8,
@@ -135,9 +142,9 @@ def test_hybrid_override_reaches_the_suffix_matchers_cap():
 def test_without_arctic_inference(monkeypatch):
     monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
     with pytest.raises(ImportError, match=r"pip install vllm-specplus\[suffix\]"):
-        SuffixMatcher()
+        make_matcher()
 
 
 def test_limit_below_unlimited():
     with pytest.raises(ValueError, match="max_cached_requests=-2"):
-        SuffixMatcher(max_cached_requests=-2)
+        make_matcher(max_cached_requests=-2)

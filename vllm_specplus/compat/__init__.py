@@ -1,4 +1,4 @@
-"""What the plugin touches in vLLM, and whether the installed vLLM has it."""
+"""The names of vLLM that the plugin touches, and the check that the installed vLLM has them."""
 
 from vllm_specplus.compat.check import SpecPlusCompatError, check_vllm, missing_seams, override, vllm_root
 from vllm_specplus.compat.ledger import LEDGER, TESTED_VERSIONS, Seam

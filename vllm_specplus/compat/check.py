@@ -1,7 +1,7 @@
 """Checks that the installed vLLM has every name of the ledger, and rebinds names of its modules for a while.
 
-The ledger is the gate, not a version number. It is read against the source files of the installed vLLM, so
-that checking imports nothing of vLLM and costs a fraction of a second, and only when a plugin key is used.
+The ledger decides, not a version number. It is compared with the source files of the installed vLLM. So the check
+imports nothing of vLLM and takes a fraction of a second; it runs only where a plugin key is used.
 """
 
 import ast
@@ -20,7 +20,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class SpecPlusCompatError(RuntimeError):
-    """The installed vLLM lacks a name that the plugin needs; the message says which, and what for."""
+    """The installed vLLM lacks a name that the plugin needs; the message has the name and the reason."""
 
 
 def vllm_root() -> Path:
@@ -32,7 +32,7 @@ def vllm_root() -> Path:
 
 
 def missing_seams(root: Path) -> list[str]:
-    """What of the ledger the vLLM under ``root`` lacks, a line each; empty when all hold."""
+    """The names of the ledger that the vLLM under ``root`` lacks, a line each."""
     return [problem for seam in LEDGER if (problem := _problem(root, seam))]
 
 
@@ -41,10 +41,10 @@ def check_vllm() -> str | None:
     """Check the whole ledger against the installed vLLM, once per process.
 
     Returns:
-        A warning for a version that was not tested, else None.
+        A warning if the version is not one of the tested ones, else None.
 
     Raises:
-        SpecPlusCompatError: a seam is gone; the message names each.
+        SpecPlusCompatError: names are gone; the message lists them.
     """
     version = importlib.metadata.version("vllm")
     if problems := missing_seams(vllm_root()):
@@ -57,14 +57,14 @@ def check_vllm() -> str | None:
 
 @contextmanager
 def override(module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
-    """Rebind ``names`` in ``module`` while the block runs, and put the old objects back after it."""
-    saved = {name: getattr(module, name) for name in names}
+    """Rebind ``names`` in ``module`` while the block runs, and put the old objects back after it, also on an error."""
+    originals = {name: getattr(module, name) for name in names}
     try:
         for name, value in names.items():
             setattr(module, name, value)
         yield
     finally:
-        for name, value in saved.items():
+        for name, value in originals.items():
             setattr(module, name, value)
 
 
@@ -75,26 +75,26 @@ def _problem(root: Path, seam: Seam) -> str | None:
         return f"module {seam.module} is gone (needed for {seam.name}: {seam.why})"
     scope: ast.AST = tree
     for part in seam.name.split("."):
-        found = _bindings(scope).get(part)
-        if found is None:
+        node = _bindings(scope).get(part)
+        if node is None:
             return f"{seam} is gone ({seam.why})"
-        scope = found
+        scope = node
     if seam.parameters:
         if not isinstance(scope, _Function):
-            return f"{seam} is no function any more ({seam.why})"
-        given = _parameters(scope)
-        if lost := [p for p in seam.parameters if p not in given]:
-            return f"{seam} has no parameter {', '.join(lost)} ({seam.why})"
-        if seam.is_exact and given != seam.parameters:
-            return f"{seam} takes {', '.join(given)}, not just {', '.join(seam.parameters)} ({seam.why})"
+            return f"{seam} is not a function any more ({seam.why})"
+        present = _parameters(scope)
+        if missing := [p for p in seam.parameters if p not in present]:
+            return f"{seam} has no parameter {', '.join(missing)} ({seam.why})"
+        if seam.is_exact and present != seam.parameters:
+            return f"{seam} takes {', '.join(present)}, not just {', '.join(seam.parameters)} ({seam.why})"
     return None
 
 
 def _parameters(function: _Function) -> tuple[str, ...]:
-    """All but ``self``, in order."""
+    """The names of all parameters but ``self``, in order."""
     arguments = function.args
-    given = (*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg)
-    return tuple(a.arg for a in given if a is not None and a.arg != "self")
+    parameters = (*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg)
+    return tuple(a.arg for a in parameters if a is not None and a.arg != "self")
 
 
 @cache
@@ -104,7 +104,7 @@ def _parse(path: Path) -> ast.Module | None:
 
 @cache
 def _bindings(scope: ast.AST) -> dict[str, ast.AST]:
-    """Names bound in a module or class, attributes that its methods set included, to what binds them."""
+    """The names that a module or class binds, also those its methods set on ``self``, with the nodes that bind them."""
     names: dict[str, ast.AST] = {}
     todo = list(getattr(scope, "body", []))
     while todo:
@@ -123,7 +123,7 @@ def _bindings(scope: ast.AST) -> dict[str, ast.AST]:
 
 
 def _attributes(method: ast.AST) -> dict[str, ast.AST]:
-    """What a method sets on ``self``."""
+    """The attributes that a method sets on ``self``, with the nodes that set them."""
     return {
         target.attr: node
         for node in ast.walk(method)

@@ -1,4 +1,4 @@
-"""The ledger: every name of vLLM that the plugin touches, and what for."""
+"""The ledger: every name of vLLM that the plugin touches, with the reason."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ class Seam:
         module: vLLM's module, as imported.
         name: a name of that module, or ``Class.member`` for a method or an annotated field of a class.
         why: what the plugin does with it.
-        parameters: parameters of the function that the plugin passes or takes over by name.
-        is_exact: these are all its parameters, in this order; of a method that is replaced by one with just these.
+        parameters: parameters of the function that the plugin passes by name, or takes by name in its place.
+        is_exact: the function has these parameters alone, in this order, since the plugin's own takes its place.
     """
 
     module: str
@@ -64,7 +64,7 @@ CONFIG_SEAMS = (
         "vllm.engine.arg_utils",
         "EngineArgs",
         "speculative_config spec_method spec_model spec_tokens",
-        "read: what the user gave; set where another system's keys are translated",
+        "read: the user's keys; set where another engine's keys are translated",
     ),
     *_members(
         "vllm.engine.arg_utils",
@@ -72,18 +72,26 @@ CONFIG_SEAMS = (
         "distributed_executor_backend pipeline_parallel_size enable_dbo",
         "read: which model runner vLLM chooses",
     ),
-    Seam("vllm.engine.arg_utils", "EngineArgs.watermark_config", "read: what the plugin's parts would leave out"),
-    Seam("vllm.config.model", "ModelConfig.use_fp64_gumbel", "read: noise that the plugin's verification lacks"),
-    Seam("vllm.config.model", "ModelConfig.head_dtype", "read: what the verification's kernels are compiled for"),
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.watermark_config",
+        "read: the plugin's parts leave a watermark out",
+    ),
+    Seam(
+        "vllm.config.model",
+        "ModelConfig.use_fp64_gumbel",
+        "read: the precision of the noise",
+    ),
+    Seam("vllm.config.model", "ModelConfig.head_dtype", "read: the type of the kernels' logits"),
     Seam("vllm.distributed.parallel_state", "get_pp_group", "called: which stage drafts"),
     Seam("vllm.engine.arg_utils", "EngineArgs.async_scheduling", "turned off for host-side drafting"),
     Seam("vllm.config.speculative", "SpeculativeConfig", "subclassed"),
-    Seam("vllm.config.utils", "config", "makes the subclass a config of vLLM's"),
+    Seam("vllm.config.utils", "config", "called: makes the subclass one of vLLM's configs"),
     *(
-        Seam("vllm.config.speculative", name, "read from the source: what vLLM itself knows")
+        Seam("vllm.config.speculative", name, "read from the source: the methods that vLLM knows")
         for name in ("SpeculativeMethod", "MTPModelTypes")
     ),
-    Seam("vllm.config.speculative", "SpeculativeConfig.__post_init__", "extended: model steps"),
+    Seam("vllm.config.speculative", "SpeculativeConfig.__post_init__", "extended: it sees the model's steps alone"),
     *_members(
         "vllm.config.speculative",
         "SpeculativeConfig",
@@ -95,11 +103,15 @@ CONFIG_SEAMS = (
         "vllm.config.speculative",
         "SpeculativeConfig",
         "prompt_lookup_min prompt_lookup_max num_speculative_tokens_per_batch_size",
-        "set: what V2 takes a method without a model for",
+        "set: a method without a model runs on V2 under another name",
     ),
     *_members("vllm.config.scheduler", "SchedulerConfig", "max_num_seqs async_scheduling", "read"),
     Seam("vllm.config.parallel", "ParallelConfig.worker_cls", "set to the plugin's worker"),
-    Seam("vllm.config.parallel", "ParallelConfig.enable_batch_sharded_sampling", "read: what V2 cannot combine"),
+    Seam(
+        "vllm.config.parallel",
+        "ParallelConfig.enable_batch_sharded_sampling",
+        "read: no plugin drafts with it on V2",
+    ),
     Seam("vllm.envs", "VLLM_USE_V2_MODEL_RUNNER", "read: which model runner vLLM chooses"),
     Seam("vllm.triton_utils", "HAS_TRITON", "read: which model runner vLLM chooses"),
     Seam("vllm.platforms", "current_platform", "read: which worker to extend"),
@@ -114,10 +126,15 @@ REQUEST_SEAMS = (
         "ModelConfig",
         "get_vocab_size max_model_len return_sampling_mask skip_tokenizer_init tokenizer tokenizer_mode "
         "tokenizer_revision runner_type trust_remote_code",
-        "read: what references are checked against and tokenised with",
+        "read: limits that references are checked against, and their tokenizer",
     ),
     *(
-        Seam(module, "LogitsProcessor.validate_params", "the class that checks requests", ("sampling_params",))
+        Seam(
+            module,
+            "LogitsProcessor.validate_params",
+            "overridden: checks requests",
+            ("sampling_params",),
+        )
         for module in ("vllm.v1.sample.logits_processor.interface", f"{_V2_SAMPLE}.logits_processor.interface")
     ),
     Seam("vllm.v1.sample.logits_processor", "LogitsProcessor", "subclassed by the class that checks requests"),
@@ -127,11 +144,11 @@ REQUEST_SEAMS = (
         "InputProcessor.validate_logits_processors_params",
         "calls the class that checks requests",
     ),
-    Seam("vllm.sampling_params", "SamplingParams.extra_args", "read and set: what a request asks for"),
+    Seam("vllm.sampling_params", "SamplingParams.extra_args", "read and set: a request's options"),
     Seam("vllm.exceptions", "VLLMValidationError", "raised where a request is refused"),
     Seam("vllm.envs", "VLLM_USE_RUST_FRONTEND", "read: whether requests pass the check"),
     Seam("vllm.tokenizers", "get_tokenizer", "called: the tokenizer of references"),
-    Seam("vllm.tokenizers.protocol", "TokenizerLike.max_chars_per_token", "read: how much of a reference is needed"),
+    Seam("vllm.tokenizers.protocol", "TokenizerLike.max_chars_per_token", "read: how much of a reference is tokenised"),
     Seam(
         "vllm.tokenizers.protocol",
         "TokenizerLike.encode",
@@ -142,22 +159,22 @@ REQUEST_SEAMS = (
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
         "scheduled_new_reqs finished_req_ids preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens",
-        "read: which requests begin and end, and what is verified",
+        "read: requests that begin and end, and the drafts to verify",
     ),
-    *_members("vllm.v1.core.sched.output", "NewRequestData", "req_id sampling_params", "read: what a request asks for"),
-    *_members("vllm.v1.outputs", "ModelRunnerOutput", "req_ids sampled_token_ids", "read: what was accepted"),
-    Seam("vllm.distributed.parallel_state", "get_tp_group", "called: one worker of several logs"),
+    *_members("vllm.v1.core.sched.output", "NewRequestData", "req_id sampling_params", "read: a request's options"),
+    *_members("vllm.v1.outputs", "ModelRunnerOutput", "req_ids sampled_token_ids", "read: the accepted drafts"),
+    Seam("vllm.distributed.parallel_state", "get_tp_group", "called: only one of several workers writes to the log"),
 )
 
 ENDPOINT_SEAMS = (
     Seam("vllm.engine.protocol", "EngineClient.collective_rpc", "called: the workers' counts", ("method", "args")),
     Seam("vllm.engine.protocol", "EngineClient.vllm_config", "read: whether the plugin drafts"),
-    *_members(_ENDPOINTS, "EndpointPlugin", "name required_tasks", "given by the plugin's routes"),
-    Seam(_ENDPOINTS, "EndpointPlugin.attach_router", "the plugin's routes", ("app",), is_exact=True),
+    *_members(_ENDPOINTS, "EndpointPlugin", "name required_tasks", "set by the plugin's routes"),
+    Seam(_ENDPOINTS, "EndpointPlugin.attach_router", "adds the plugin's routes", ("app",), is_exact=True),
     Seam(
         _ENDPOINTS,
         "EndpointPlugin.init_state",
-        "the engine that the plugin's routes ask",
+        "hands the engine to the plugin's routes",
         ("engine_client", "state", "args"),
         is_exact=True,
     ),
@@ -167,17 +184,17 @@ WORKER_SEAMS = (
     Seam("vllm.v1.worker.gpu_worker", "Worker.init_device", "extended: overrides while it runs"),
     Seam("vllm.v1.worker.gpu_worker", "Worker.use_v2_model_runner", "read: which runner is built"),
     Seam("vllm.v1.worker.gpu_worker", "Worker.load_model", "extended: overrides while it runs"),
-    Seam("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", "extended: its steps are forgotten"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", "extended: the plugin forgets its steps"),
     *(
         Seam("vllm.v1.worker.gpu_worker", f"Worker.{name}", why, (parameter,), is_exact=True)
         for name, parameter, why in (
-            ("execute_model", "scheduler_output", "extended: new requests"),
-            ("sample_tokens", "grammar_output", "extended: what was accepted"),
+            ("execute_model", "scheduler_output", "extended: notes new requests"),
+            ("sample_tokens", "grammar_output", "extended: counts the accepted drafts"),
         )
     ),
-    Seam("vllm.v1.worker.gpu_worker", "Worker.model_runner", "read: what was built"),
+    Seam("vllm.v1.worker.gpu_worker", "Worker.model_runner", "read: the runner that was built"),
     Seam("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "extended: overrides while it runs"),
-    Seam("vllm.v1.worker.cpu_worker", "CPUWorker.compile_or_warm_up_model", "extended: its steps are forgotten"),
+    Seam("vllm.v1.worker.cpu_worker", "CPUWorker.compile_or_warm_up_model", "extended: the plugin forgets its steps"),
 )
 
 V1_SEAMS = (
@@ -207,12 +224,12 @@ V1_SEAMS = (
         _V1,
         "GPUModelRunner",
         "_draft_token_ids _draft_token_req_ids",
-        "set: no zeros where nothing was drafted",
+        "set: no padding is verified",
     ),
     Seam(
         _V1,
         "GPUModelRunner._copy_draft_token_ids_to_cpu",
-        "extended: no zeros where nothing was drafted",
+        "extended: no padding is verified",
         ("scheduler_output", "zeros_only"),
         is_exact=True,
     ),
@@ -227,39 +244,39 @@ V1_SEAMS = (
         "SpecDecodeMetadata",
         "draft_token_ids num_draft_tokens cu_num_sampled_tokens target_logits_indices bonus_logits_indices "
         "logits_indices max_spec_len",
-        "read: which row is whose",
+        "read: the request of each row",
     ),
     *_members(
         "vllm.v1.sample.metadata",
         "SamplingMetadata",
         "temperature top_p top_k generators all_greedy all_random max_num_logprobs logprob_token_ids",
-        "read: what the requests ask for",
+        "read: the requests' options",
     ),
     *_members("vllm.v1.outputs", "SamplerOutput", "sampled_token_ids logprobs_tensors", "returned"),
     Seam(
         _BASE,
         "SpecDecodeBaseProposer.propose",
-        "runs the model's steps",
+        "extended: runs the model's steps",
         ("num_speculative_tokens",),
     ),
     *_members(
         _BASE,
         "SpecDecodeBaseProposer",
         "vllm_config num_speculative_tokens",
-        "read; the last is set to the model's steps",
+        "read; the second is set to the model's steps",
     ),
-    Seam(_BASE, "SpecDecodeBaseProposer.take_last_draft_probs", "extended by one-hot rows"),
+    Seam(_BASE, "SpecDecodeBaseProposer.take_last_draft_probs", "extended: adds one-hot rows"),
     Seam(
         _BASE,
         "SpecDecodeBaseProposer.prepare_next_token_ids_padded",
-        "this step's tokens, as a tensor",
+        "extended: it has this step's tokens as a tensor",
         ("sampled_token_ids", "requests", "gpu_input_batch", "discard_request_mask"),
         is_exact=True,
     ),
     Seam(
         _BASE,
         "SpecDecodeBaseProposer.prepare_next_token_ids_cpu",
-        "this step's tokens, as lists",
+        "extended: it has this step's tokens as lists",
         ("sampled_token_ids", "requests", "gpu_input_batch", "num_scheduled_tokens"),
         is_exact=True,
     ),
@@ -353,12 +370,12 @@ V2_SEAMS = (
         f"{_V2_SPEC}.speculator",
         "DraftModelSpeculator",
         "num_speculative_steps draft_logits",
-        "read and set: the model's steps, and room for one-hot rows",
+        "read and set: the model's steps, and rows for one-hot drafts",
     ),
     Seam(
         f"{_V2_SPEC}.utils",
         "DraftTokensHandler.set_draft_tokens",
-        "extended: how many drafts are meant",
+        "extended: says how many slots hold drafts",
         ("input_batch", "draft_tokens"),
         is_exact=True,
     ),
@@ -366,10 +383,10 @@ V2_SEAMS = (
         f"{_V2_SPEC}.utils",
         "DraftTokensHandler",
         "get_draft_tokens device copy_stream copy_event",
-        "extended and read: how many drafts are meant",
+        "extended and read: how many slots hold drafts",
     ),
     *_members("vllm.v1.outputs", "DraftTokenIds", "req_ids draft_token_ids", "returned"),
-    Seam("vllm.v1.worker.gpu.async_utils", "async_copy_to_np", "called: how many drafts are meant"),
+    Seam("vllm.v1.worker.gpu.async_utils", "async_copy_to_np", "called: copies how many slots hold drafts"),
     Seam(_V2_STATES, "RequestState.__init__", "extended: tokens on the device", ("use_dense_all_token_ids",)),
     Seam(
         _V2_STATES,
@@ -380,7 +397,7 @@ V2_SEAMS = (
     Seam(_V2_STATES, "RequestState.remove_request", "extended: counts of single requests", ("req_id",), is_exact=True),
     *_members(_V2_STATES, "RequestState", "all_token_ids total_len req_id_to_index", "read: the requests' tokens"),
     Seam("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor.gpu", "read: the requests' tokens"),
-    *_members("vllm.v1.worker.gpu.buffer_utils", "UvaBackedTensor", "gpu np", "read: what the requests ask for"),
+    *_members("vllm.v1.worker.gpu.buffer_utils", "UvaBackedTensor", "gpu np", "read: the requests' options"),
     *_members(
         "vllm.v1.worker.gpu.input_batch",
         "InputBatch",
@@ -417,7 +434,7 @@ V2_SEAMS = (
         Seam(
             f"{_V2_SAMPLE}.states",
             f"SamplingStates.{name}",
-            "put off: the kernels apply it",
+            "not applied here: the kernels apply it",
             ("logits", "expanded_idx_mapping", "idx_mapping_np"),
         )
         for name in ("apply_temperature", "apply_min_p", "apply_top_k_top_p")
@@ -426,12 +443,12 @@ V2_SEAMS = (
         f"{_V2_SAMPLE}.states",
         "SamplingStates",
         "temperature top_k top_p min_p seeds vocab_size",
-        "read: what the requests ask for",
+        "read: the requests' options",
     ),
     Seam(
         f"{_V2_SPEC}.rejection_sampler",
         "RejectionSampler.__call__",
-        "extended: slots that hold no draft",
+        "extended: knows the slots that hold no draft",
         ("logits", "input_batch", "draft_logits", "invalid_drafts"),
         is_exact=True,
     ),
@@ -455,11 +472,11 @@ V2_SEAMS = (
         is_exact=True,
     ),
     *_members(f"{_V2_SPEC}.rejection_sampler", "RejectionSampler", "sampler num_speculative_steps", "read"),
-    Seam("vllm.config.model", "PROCESSED_LOGPROBS_MODES", "read: which logprobs are asked for"),
+    Seam("vllm.config.model", "PROCESSED_LOGPROBS_MODES", "read: the kind of logprobs"),
     Seam(
         "vllm.model_executor.layers.vocab_parallel_embedding",
         "pad_vocab_size",
-        "called: how far rows of logits lie apart",
+        "called: the stride between rows of logits",
         ("vocab_size",),
     ),
 )

@@ -1,9 +1,8 @@
-"""Other engines' names for speculative options, and what each means here: one table.
+"""Other engines' names for speculative options: one table of the keys they stand for.
 
-`normalise` rewrites every name to one canonical key, remembers which names the user wrote (error
-messages use those), and refuses two names for one thing with different values. Two of vLLM's own
-keys, ``prompt_lookup_max`` and ``prompt_lookup_min``, have plugin synonyms; they too come out under
-the canonical names ``max_ngram_size`` and ``min_ngram_size``.
+`normalise` rewrites every name to one canonical key. It remembers the names that the user wrote, for error messages. It
+refuses two names for one thing with different values. vLLM's ``prompt_lookup_max`` and ``prompt_lookup_min`` have
+synonyms of the plugin's; their canonical names are ``max_ngram_size`` and ``min_ngram_size``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,19 +10,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from vllm_specplus.config.errors import choices, nearest, refusal, show, stated
+from vllm_specplus.config.errors import choices, nearest, not_allowed_error, setting, show
 
 FASTDEPLOY, PADDLENLP, RTP_LLM = "FastDeploy", "PaddleNLP", "RTP-LLM"
 
 
 @dataclass(frozen=True)
 class Alias:
-    """One foreign key.
+    """One key of another engine.
 
-    target: the canonical key it stands for; None: accepted, and ignored for the reason `why`.
-    values: foreign value -> ours; other values are refused. None: values are taken as they are.
-    open_values: names not in `values` pass unchanged and are judged under the target key.
-    implies: keys that the foreign engine takes for granted with this one, unless they are given.
+    target: the canonical key that it stands for; None: it is ignored, for the reason `why`.
+    values: the other engine's value -> the value here; other values are refused. None: values stay as they are.
+    open_values: values that are not in `values` stay as they are, and are checked under the target key.
+    implies: keys that the other engine sets with this one, unless the user sets them.
     """
 
     system: str
@@ -47,7 +46,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
                 values={"inference_with_reference": "ngram", "mtp": "mtp", "eagle": "eagle"},
             ),
             Alias(PADDLENLP, "speculate_max_draft_token_num", "num_speculative_tokens"),
-            # PaddleNLP tries every window from this size down to one token.
+            # PaddleNLP tries every n-gram size from this one down to one token.
             Alias(
                 PADDLENLP,
                 "speculate_max_ngram_size",
@@ -125,57 +124,61 @@ PADDLE_QUANTIZATIONS = frozenset(
 
 
 @dataclass
-class Normalised:
+class NormalisedConfig:
     """A config under canonical keys.
 
-    values: canonical key -> value. written: canonical key -> the names the user wrote it under
-    (none for an implied value), with the value as written. notes: what was mapped or ignored.
+    values: canonical key -> value. spellings: canonical key -> the user's names for it, with the user's values; none
+    for an implied value. notes: lines on keys that were rewritten or ignored.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
+    spellings: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def names(self, key: str) -> list[str]:
         """The names under which the user wrote the canonical `key`."""
-        return [name for name, _ in self.written.get(key, ())]
+        return [name for name, _ in self.spellings.get(key, ())]
 
-    def stated(self, key: str) -> str:
+    def setting(self, key: str) -> str:
         """``name=value`` as the user wrote it, for messages."""
-        name, value = self.written.get(key, [(key, self.values.get(key))])[0]
-        return stated(name, value)
+        name, value = self.spellings.get(key, [(key, self.values.get(key))])[0]
+        return setting(name, value)
 
     def add(self, key: str, value: Any, name: str, as_written: Any) -> None:
-        """Take `value` for the canonical `key`, written as `name`.
+        """Set the canonical `key` to `value`, which the user wrote as `name=as_written`.
 
-        Raises SpecPlusConfigError when another name has already given it a different value.
         A null is no value: it neither conflicts with one nor replaces it.
+
+        Raises:
+            SpecPlusConfigError: another name has set the key to a different value.
         """
         before = self.values.get(key)
         if before is not None and value is not None and not _same(before, value):
-            raise refusal(
-                f"{self.stated(key)} with {stated(name, as_written)}",
-                f"both set {key}, give one of them or the same value",
+            raise not_allowed_error(
+                f"{self.setting(key)} with {setting(name, as_written)}",
+                f"both set {key}; set one of them, or both to the same value",
             )
         if before is None or key not in self.values:
             self.values[key] = value
-            self.written.setdefault(key, []).insert(0, (name, as_written))
+            self.spellings.setdefault(key, []).insert(0, (name, as_written))
         else:
-            self.written[key].append((name, as_written))
+            self.spellings[key].append((name, as_written))
 
 
 def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
-def normalise(items: Iterable[tuple[str, Any]]) -> Normalised:
+def normalise(items: Iterable[tuple[str, Any]]) -> NormalisedConfig:
     """Rewrite the (key, value) pairs of a config to canonical keys.
 
-    Keys may come more than once (``num-model-steps`` and ``num_model_steps``): equal values merge.
-    Raises SpecPlusConfigError for conflicting values and for an alias value with no counterpart.
+    A key may come more than once (``num-model-steps`` and ``num_model_steps``); equal values merge.
+
+    Raises:
+        SpecPlusConfigError: values conflict, or a value of another engine's has no counterpart here.
     """
-    result = Normalised()
-    mapped: dict[str, list[str]] = {}
+    result = NormalisedConfig()
+    rewritten: dict[str, list[str]] = {}
     implied: dict[str, Any] = {}
     for name, value in items:
         alias = ALIASES.get(name)
@@ -183,21 +186,21 @@ def normalise(items: Iterable[tuple[str, Any]]) -> Normalised:
             key, ours = SYNONYMS.get(name, name), value
             if name == "method" and isinstance(value, str) and value in METHOD_ALIASES:
                 system, ours = METHOD_ALIASES[value]
-                mapped.setdefault(system, []).append(f"{stated(name, value)} -> {show(ours)}")
+                rewritten.setdefault(system, []).append(f"{setting(name, value)} -> {show(ours)}")
             result.add(key, ours, name, value)
         elif alias.target is None:
-            result.notes.append(f"{alias.system}'s {stated(name, value)} is ignored: {alias.why}")
+            result.notes.append(f"{alias.system}'s {setting(name, value)} is ignored: {alias.why}")
         else:
             ours = _translate(alias, value)
             result.add(alias.target, ours, name, value)
             implied.update(alias.implies)
-            mapped.setdefault(alias.system, []).append(f"{stated(name, value)} -> {stated(alias.target, ours)}")
+            rewritten.setdefault(alias.system, []).append(f"{setting(name, value)} -> {setting(alias.target, ours)}")
     for key, value in implied.items():
         if result.values.get(key) is None:
             result.values[key] = value
-            result.written.pop(key, None)
-            result.notes.insert(0, f"{stated(key, value)}, which those options take for granted")
-    result.notes[:0] = [f"{system} options mapped: {', '.join(lines)}" for system, lines in mapped.items()]
+            result.spellings.pop(key, None)
+            result.notes.insert(0, f"{setting(key, value)}, which those options imply")
+    result.notes[:0] = [f"{system} options mapped: {', '.join(lines)}" for system, lines in rewritten.items()]
     return result
 
 
@@ -210,9 +213,9 @@ def _translate(alias: Alias, value: Any) -> Any:
         return value
     meant = nearest(value, alias.values)
     hint = f"; did you mean {show(meant)}?" if meant else ""
-    raise refusal(stated(alias.key, value), f"expected one of {choices(alias.values)}{hint}")
+    raise not_allowed_error(setting(alias.key, value), f"expected one of {choices(alias.values)}{hint}")
 
 
-def touches(name: str, value: Any) -> bool:
-    """Whether this key, or this value of ``method``, is another engine's and needs rewriting."""
+def is_foreign(name: str, value: Any) -> bool:
+    """Whether this key, or this value of ``method``, is another engine's."""
     return name in ALIASES or (name == "method" and isinstance(value, str) and value in METHOD_ALIASES)

@@ -1,4 +1,4 @@
-"""What a user reads when a speculative config is refused: one class, one form of words."""
+"""The errors of a refused speculative config: one class, one form of words."""
 
 import difflib
 import json
@@ -21,11 +21,11 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 
 class SpecPlusConfigError(ValueError):
-    """A speculative config that is refused; the text names the key, the value, what is allowed."""
+    """A speculative config is refused; the text names the key, its value, and the allowed values."""
 
 
 def show(value: Any) -> str:
-    """A config value as the user wrote it in JSON, cut to a readable length."""
+    """A config value as JSON, cut to a readable length."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -33,28 +33,28 @@ def show(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
-def stated(key: str, value: Any) -> str:
-    """``key=value`` on one line, whatever characters the key is made of."""
+def setting(key: str, value: Any) -> str:
+    """``key=value`` on one line, whatever characters the key holds."""
     return f"{key if key.isidentifier() else show(key)}={show(value)}"
 
 
-def error(text: str) -> SpecPlusConfigError:
-    """A `SpecPlusConfigError` that says which option of the engine it is about."""
+def config_error(text: str) -> SpecPlusConfigError:
+    """An error whose text begins with the name of the engine's option."""
     return SpecPlusConfigError(f"speculative_config: {text}")
 
 
-def refusal(what: str, allowed: str) -> SpecPlusConfigError:
-    """The error for a known key: `what` is `stated(...)`, `allowed` is the rule it breaks."""
-    return error(f"{what} is not allowed: {allowed}")
+def not_allowed_error(what: str, allowed: str) -> SpecPlusConfigError:
+    """The error for a known key: `what` is `setting(...)`, `allowed` the rule that it breaks."""
+    return config_error(f"{what} is not allowed: {allowed}")
 
 
 def choices(names: Iterable[Any]) -> str:
-    """The allowed values, in the order given."""
+    """The allowed values as a list in words, in their order."""
     return ", ".join(show(name) for name in names)
 
 
 def nearest(name: Any, known: Iterable[str], cutoff: float = 0.75) -> str | None:
-    """The known name that `name` most likely misspells, or None."""
+    """The known name that `name` most likely stands for, or None."""
     if not isinstance(name, str):
         return None
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
@@ -62,7 +62,7 @@ def nearest(name: Any, known: Iterable[str], cutoff: float = 0.75) -> str | None
 
 
 def describe(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema allows, in words; the bounds come from the model, never restated."""
+    """The values that a JSON schema allows, in words, with the schema's own bounds."""
     branches = schema.get("anyOf")
     if branches:
         return " or ".join(describe(branch) for branch in branches)
@@ -75,8 +75,8 @@ def describe(schema: Mapping[str, Any]) -> str:
     return " ".join([kind, " and ".join(bounds)]) if bounds else kind
 
 
-def schema_refusal(what: str, value: Any, schema: Mapping[str, Any]) -> SpecPlusConfigError:
-    """The refusal of a value outside what its field's JSON schema allows."""
+def schema_error(what: str, value: Any, schema: Mapping[str, Any]) -> SpecPlusConfigError:
+    """The error for a value that its field's JSON schema does not allow."""
     names = [
         name
         for branch in (schema, *schema.get("anyOf", ()))
@@ -85,14 +85,14 @@ def schema_refusal(what: str, value: Any, schema: Mapping[str, Any]) -> SpecPlus
     ]
     meant = nearest(value, names, cutoff=0.6)
     hint = f"; did you mean {show(meant)}?" if meant else ""
-    return refusal(what, f"expected {describe(schema)}{hint}")
+    return not_allowed_error(what, f"expected {describe(schema)}{hint}")
 
 
-def combine(errors: list[SpecPlusConfigError]) -> SpecPlusConfigError:
-    """Several refusals as one error, one line each."""
+def combined_error(errors: list[SpecPlusConfigError]) -> SpecPlusConfigError:
+    """Several errors as one, a line for each."""
     return SpecPlusConfigError("\n".join(str(one) for one in errors))
 
 
-def failed_keys(problem: ValidationError) -> list[str]:
-    """The top-level keys that pydantic refused, each once, in its order."""
+def keys_in_error(problem: ValidationError) -> list[str]:
+    """The top-level keys that pydantic refused, each once, in pydantic's order."""
     return list(dict.fromkeys(str(item["loc"][0]) for item in problem.errors() if item["loc"]))

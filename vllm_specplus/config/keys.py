@@ -1,4 +1,4 @@
-"""The keys of a speculative config that has plugin keys in it: their types, bounds, and parsing."""
+"""The keys of a speculative config with plugin keys: their types, bounds and defaults, and how they are parsed."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_specplus.config.aliases import ALIASES, PADDLE_QUANTIZATIONS, SYNONYMS, Normalised
+from vllm_specplus.config.aliases import ALIASES, PADDLE_QUANTIZATIONS, SYNONYMS, NormalisedConfig
 from vllm_specplus.config.errors import (
     SpecPlusConfigError,
     choices,
-    combine,
-    error,
-    failed_keys,
+    combined_error,
+    config_error,
+    keys_in_error,
     nearest,
-    refusal,
-    schema_refusal,
+    not_allowed_error,
+    schema_error,
+    setting,
     show,
-    stated,
 )
 from vllm_specplus.config.stock_keys import StockKeys
 
@@ -29,16 +29,30 @@ MtpStrategy = Literal["default", "with_ngram", "with_suffix"]
 VerifyStrategy = Literal["topp", "greedy", "target_match", "rejection"]
 AcceptPolicy = Literal["normal", "accept_all", "reject_all"]
 AtLeastOne = Annotated[int, Field(ge=1)]
-AtLeastZero = Annotated[int, Field(ge=0)]
-CachedRequests = Annotated[int, Field(ge=-1)]
-Factor = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Probability = Annotated[float, Field(ge=0, le=1)]
 DraftTokens = Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
+DEFAULT_NGRAM_SIZES = (5, 2)
+"""The largest and the smallest n-gram size."""
+
+
+class CommonKeys(BaseModel):
+    """The keys that mean the same as written and as resolved, with their defaults."""
+
+    mtp_strategy: MtpStrategy = "default"
+    match_override_len: Annotated[int, Field(ge=0)] = 0
+    suffix_decoding_max_tree_depth: AtLeastOne = 24
+    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=-1)] = 10000
+    suffix_decoding_max_spec_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] = 0.1
+    verify_strategy: VerifyStrategy | None = None
+    max_candidate_len: AtLeastOne | None = None
+    verify_window: Annotated[int, Field(ge=0)] = 0
+    accept_policy: AcceptPolicy = "normal"
+
 
 HYBRID_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
 NAIVE = "naive"
-STOCK_WINDOW = frozenset({"prompt_lookup_max", "prompt_lookup_min"})
-WINDOW_KEYS = ("max_ngram_size", "min_ngram_size")
+STOCK_NGRAM_KEYS = frozenset({"prompt_lookup_max", "prompt_lookup_min"})
+NGRAM_KEYS = ("max_ngram_size", "min_ngram_size")
 SUFFIX_KEYS = (
     "suffix_decoding_max_tree_depth",
     "suffix_decoding_max_cached_requests",
@@ -48,20 +62,20 @@ SUFFIX_KEYS = (
 OWN_KEYS = (
     "num_model_steps",
     "mtp_strategy",
-    *WINDOW_KEYS,
+    *NGRAM_KEYS,
     "match_override_len",
     "verify_strategy",
     "max_candidate_len",
     "verify_window",
     "accept_policy",
 )
-PLUGIN_NAMES = (*OWN_KEYS, *(name for name in SYNONYMS if name not in STOCK_WINDOW))
+PLUGIN_NAMES = (*OWN_KEYS, *(name for name in SYNONYMS if name not in STOCK_NGRAM_KEYS))
 
 
-class GivenKeys(BaseModel):
-    """The keys that the plugin reads, as written (canonical names), before they are resolved.
+class UserKeys(CommonKeys):
+    """The keys that the plugin reads, under canonical names, as the user wrote them.
 
-    Strict: ``"3"``, ``3.0`` and ``true`` are no integers. `num_speculative_tokens` 0: not given.
+    Strict: ``"3"``, ``3.0`` and ``true`` are no integers. `num_speculative_tokens` 0: the user did not set it.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, defer_build=True)
@@ -71,36 +85,26 @@ class GivenKeys(BaseModel):
     quantization: str | None = None
     num_speculative_tokens: DraftTokens = 0
     num_model_steps: AtLeastOne | None = None
-    mtp_strategy: MtpStrategy = "default"
     max_ngram_size: AtLeastOne | None = None
     min_ngram_size: AtLeastOne | None = None
-    match_override_len: AtLeastZero = 0
-    suffix_decoding_max_tree_depth: AtLeastOne = 24
-    suffix_decoding_max_cached_requests: CachedRequests = 10000
-    suffix_decoding_max_spec_factor: Factor = 1.0
-    suffix_decoding_min_token_prob: Probability = 0.1
-    verify_strategy: VerifyStrategy | None = None
-    max_candidate_len: AtLeastOne | None = None
-    verify_window: AtLeastZero = 0
-    accept_policy: AcceptPolicy = "normal"
 
 
-class NaiveKeys(GivenKeys):
-    """`GivenKeys` for method ``naive``, which takes any number of tokens."""
+class NaiveKeys(UserKeys):
+    """`UserKeys` for method ``naive``, which takes any number of tokens."""
 
     num_speculative_tokens: int = 0
 
 
 @dataclass(frozen=True)
-class Parsed:
-    """A config with each value checked on its own, ready for the rules that join keys.
+class ParsedConfig:
+    """A config in which each value is right on its own, ready for the rules that join keys.
 
-    given: the canonical keys and the names they came under. keys: what the plugin reads.
-    stock: what the installed vLLM knows. values: its other keys, as vLLM will read them.
+    config: the canonical keys, and the user's names for them. keys: those that the plugin reads.
+    stock: what the installed vLLM knows. values: vLLM's other keys, as vLLM reads them.
     """
 
-    given: Normalised
-    keys: GivenKeys
+    config: NormalisedConfig
+    keys: UserKeys
     stock: StockKeys
     values: Mapping[str, Any]
 
@@ -114,17 +118,18 @@ class Parsed:
         return self.keys.mtp_strategy != "default"
 
     @property
-    def names_window(self) -> bool:
-        """Whether the n-gram window is set under a name other than vLLM's own."""
+    def names_ngram_sizes(self) -> bool:
+        """Whether an n-gram size is set under a name other than vLLM's own."""
         return any(
-            self.given.values.get(key) is not None and set(self.given.names(key)) - STOCK_WINDOW for key in WINDOW_KEYS
+            self.config.values.get(key) is not None and set(self.config.names(key)) - STOCK_NGRAM_KEYS
+            for key in NGRAM_KEYS
         )
 
-    def stated(self, key: str) -> str:
-        """``key=value`` as written, or the key's default."""
-        if key in self.given.values:
-            return self.given.stated(key)
-        return stated(key, getattr(self.keys, key, None))
+    def setting(self, key: str) -> str:
+        """``key=value`` as the user wrote it, or the key's default."""
+        if key in self.config.values:
+            return self.config.setting(key)
+        return setting(key, getattr(self.keys, key, None))
 
 
 def real_method(method: str | None, stock: StockKeys) -> str | None:
@@ -132,15 +137,15 @@ def real_method(method: str | None, stock: StockKeys) -> str | None:
     return "mtp" if method in stock.mtp_methods else method
 
 
-def refuse_unknown(given: Normalised, stock: StockKeys) -> None:
-    """Raise SpecPlusConfigError for the keys that neither vLLM nor the plugin knows."""
+def refuse_unknown_keys(config: NormalisedConfig, stock: StockKeys) -> None:
+    """Raise SpecPlusConfigError if neither vLLM nor the plugin knows a key."""
     problems = [
-        unknown_key(given.stated(key), nearest(key, known_names(stock)))
-        for key in given.values
+        unknown_key_error(config.setting(key), nearest(key, known_names(stock)))
+        for key in config.values
         if key not in known_names(stock)
     ]
     if problems:
-        raise combine(problems)
+        raise combined_error(problems)
 
 
 def known_names(stock: StockKeys) -> tuple[str, ...]:
@@ -148,81 +153,85 @@ def known_names(stock: StockKeys) -> tuple[str, ...]:
     return (*PLUGIN_NAMES, *ALIASES, *stock.keys)
 
 
-def unknown_key(what: str, meant: str | None) -> SpecPlusConfigError:
-    """The error for a key that nobody knows; `meant`: the known key that it is close to."""
+def unknown_key_error(what: str, meant: str | None) -> SpecPlusConfigError:
+    """The error for a key that neither knows; `meant`: the known key that it is close to."""
     hint = f"did you mean {meant}? " if meant else ""
     allowed = f"{', '.join(PLUGIN_NAMES)} and the fields of vLLM's SpeculativeConfig"
-    return error(f"unknown key {what}; {hint}Allowed: {allowed}")
+    return config_error(f"unknown key {what}; {hint}Allowed: {allowed}")
 
 
-def parse(given: Normalised, stock: StockKeys) -> Parsed:
+def parse(config: NormalisedConfig, stock: StockKeys) -> ParsedConfig:
     """Check every value on its own.
 
-    Raises SpecPlusConfigError for unknown keys, wrong types, values out of bounds, an unknown
-    method, a quantization that is not vLLM's; one line for each wrong value.
+    Raises:
+        SpecPlusConfigError: a key is unknown, a value has the wrong type or is out of bounds, vLLM has no such method
+            or quantization; one line for each wrong value.
     """
-    refuse_unknown(given, stock)
+    refuse_unknown_keys(config, stock)
     problems: list[SpecPlusConfigError] = []
-    schema = NaiveKeys if given.values.get("method") == NAIVE else GivenKeys
+    schema = NaiveKeys if config.values.get("method") == NAIVE else UserKeys
     defaults = {key: stock.keys[key].default for key in SUFFIX_KEYS if key in stock.keys}
-    mine = {key: value for key, value in given.values.items() if key in schema.model_fields}
-    keys = GivenKeys()
+    plugin_keys = {key: value for key, value in config.values.items() if key in schema.model_fields}
+    keys = UserKeys()
     try:
-        keys = schema.model_validate({key: value for key, value in defaults.items() if value is not None} | mine)
+        keys = schema.model_validate({key: value for key, value in defaults.items() if value is not None} | plugin_keys)
     except ValidationError as problem:
-        properties = schema.model_json_schema()["properties"]
+        properties, wrong = schema.model_json_schema()["properties"], keys_in_error(problem)
         problems += [
-            schema_refusal(given.stated(key), given.values.get(key), properties[key]) for key in failed_keys(problem)
+            schema_error(config.setting(key), value, properties[key])
+            for key, value in config.values.items()
+            if key in wrong
         ]
-    values = parse_stock(given, stock, problems, skip=schema.model_fields)
-    check_method(given, stock, problems)
-    check_quantization(given, stock, problems)
+    values = parse_stock(config, stock, problems, skip=schema.model_fields)
+    add_method_errors(config, stock, problems)
+    add_quantization_errors(config, stock, problems)
     if problems:
-        raise combine(problems)
-    return Parsed(given, keys, stock, values)
+        raise combined_error(problems)
+    return ParsedConfig(config, keys, stock, values)
 
 
 def parse_stock(
-    given: Normalised,
+    config: NormalisedConfig,
     stock: StockKeys,
     problems: list[SpecPlusConfigError],
     skip: Container[str],
 ) -> dict[str, Any]:
-    """vLLM's keys in `given`, but those in `skip`, as vLLM will read them; refusals go to
-    `problems`."""
+    """The values of vLLM's keys as vLLM reads them, without those in `skip`; errors go to `problems`."""
     values: dict[str, Any] = {}
-    for key, value in given.values.items():
+    for key, value in config.values.items():
         if key in skip or key not in stock.keys:
             continue
         try:
-            values[key] = stock.keys[key].parse(given.stated(key), value)
+            values[key] = stock.keys[key].parse(config.setting(key), value)
         except SpecPlusConfigError as problem:
             problems.append(problem)
     return values
 
 
-def check_method(given: Normalised, stock: StockKeys, problems: list[SpecPlusConfigError]) -> None:
-    """Add a refusal for a method that neither vLLM nor the plugin has."""
-    method = given.values.get("method")
+def add_method_errors(config: NormalisedConfig, stock: StockKeys, problems: list[SpecPlusConfigError]) -> None:
+    """Add an error to `problems` if neither vLLM nor the plugin has the method."""
+    method = config.values.get("method")
     if isinstance(method, str) and method not in (NAIVE, *stock.methods):
         schema = {"enum": [NAIVE, *stock.methods]}
-        problems.append(schema_refusal(given.stated("method"), method, schema))
+        problems.append(schema_error(config.setting("method"), method, schema))
 
 
-def check_quantization(given: Normalised, stock: StockKeys, problems: list[SpecPlusConfigError]) -> None:
-    """Add a refusal for Paddle's quantization names, and for any unknown name in a migration key.
+def add_quantization_errors(config: NormalisedConfig, stock: StockKeys, problems: list[SpecPlusConfigError]) -> None:
+    """Add an error to `problems` for one of Paddle's quantizations, or an unknown one in a migration key.
 
-    Under vLLM's own key an unknown name may be one that another plugin registers with vLLM.
+    Under vLLM's own key an unknown name passes: another plugin may register it with vLLM.
     """
-    value = given.values.get("quantization")
+    value = config.values.get("quantization")
     if not isinstance(value, str) or value in stock.quantizations:
         return
     vllm_has = f"vLLM's quantization methods are {choices(stock.quantizations)}"
     if value.lower() in PADDLE_QUANTIZATIONS:
-        what = given.stated("quantization")
-        problems.append(refusal(what, f"{value} is Paddle's; {vllm_has}"))
-    elif given.names("quantization") != ["quantization"]:
-        name = given.names("quantization")[0]
+        what = config.setting("quantization")
+        problems.append(not_allowed_error(what, f"{value} is Paddle's; {vllm_has}"))
+    elif config.names("quantization") != ["quantization"]:
+        name = config.names("quantization")[0]
         translated = tuple((ALIASES[name].values or {}) if name in ALIASES else ())
         also = f"{choices(translated)}, or a name of vLLM's; " if translated else ""
-        problems.append(refusal(given.stated("quantization"), f"{also}{vllm_has}; {show(value)} is none of them"))
+        problems.append(
+            not_allowed_error(config.setting("quantization"), f"{also}{vllm_has}; {show(value)} is none of them")
+        )

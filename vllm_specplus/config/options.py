@@ -2,27 +2,44 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from vllm_specplus.config import rules
 from vllm_specplus.config.keys import (
+    DEFAULT_NGRAM_SIZES,
     MAX_DRAFT_TOKENS,
-    AcceptPolicy,
+    NGRAM_KEYS,
+    SUFFIX_KEYS,
     AtLeastOne,
-    AtLeastZero,
-    CachedRequests,
-    Factor,
-    MtpStrategy,
-    Probability,
-    VerifyStrategy,
+    CommonKeys,
 )
 
 HISTORY_METHODS = ("ngram", "suffix", "naive")
-"""Methods that draft from text alone: the request's and others', or (naive) nothing but its reference."""
+"""Methods that draft from text alone: the request's own, that of other requests, or (naive) its reference."""
+_ORDER = (
+    "method",
+    "num_speculative_tokens",
+    "num_model_steps",
+    "mtp_strategy",
+    *NGRAM_KEYS,
+    "match_override_len",
+    *SUFFIX_KEYS,
+    "verify_strategy",
+    "max_candidate_len",
+    "verify_window",
+    "accept_policy",
+)
 
 
-class SpecPlusOptions(BaseModel):
-    """The plugin's options, resolved: what the runner reads. Frozen; pickles to the workers."""
+class SpecPlusOptions(CommonKeys):
+    """The plugin's options, resolved, as the runners read them. Frozen; pickled to the workers.
+
+    mtp_strategy: how the slots after `num_model_steps` are filled.
+    match_override_len: in a hybrid, a match of at least this many tokens replaces the model's drafts; 0: never.
+    suffix_decoding_*: as vLLM's keys; -1 cached requests are no limit.
+    verify_strategy: None: vLLM's own verification.
+    max_candidate_len: for ``topp``, the candidates of a row; None: the whole nucleus.
+    verify_window: for ``topp``, the drafts after a second choice that must be first choices; 0: off.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
 
@@ -31,26 +48,10 @@ class SpecPlusOptions(BaseModel):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)]
     """Draft slots per request and step."""
     num_model_steps: AtLeastOne | None = None
-    """Forward passes of the draft model in a hybrid; None where vLLM's own drafter runs."""
-    mtp_strategy: MtpStrategy = "default"
-    """What fills the slots after `num_model_steps`."""
-    max_ngram_size: AtLeastOne = rules.DEFAULT_WINDOW[0]
-    min_ngram_size: AtLeastOne = rules.DEFAULT_WINDOW[1]
-    """Longest and shortest tail, in tokens, that the n-gram lookup matches."""
-    match_override_len: AtLeastZero = 0
-    """Hybrids: a match of at least this many tokens replaces the model's drafts; 0: never."""
-    suffix_decoding_max_tree_depth: AtLeastOne = 24
-    suffix_decoding_max_cached_requests: CachedRequests = 10000
-    """As vLLM's key, and -1 for no limit."""
-    suffix_decoding_max_spec_factor: Factor = 1.0
-    suffix_decoding_min_token_prob: Probability = 0.1
-    verify_strategy: VerifyStrategy | None = None
-    """None: vLLM's own rejection sampler."""
-    max_candidate_len: AtLeastOne | None = None
-    """``topp``: candidates per row; None: as many as the nucleus has."""
-    verify_window: AtLeastZero = 0
-    """``topp``: rows of the window fallback; 0: off."""
-    accept_policy: AcceptPolicy = "normal"
+    """Forward passes of the draft model in a hybrid; None elsewhere."""
+    max_ngram_size: AtLeastOne = DEFAULT_NGRAM_SIZES[0]
+    min_ngram_size: AtLeastOne = DEFAULT_NGRAM_SIZES[1]
+    """The largest and the smallest n-gram size, in tokens."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -59,7 +60,7 @@ class SpecPlusOptions(BaseModel):
 
     @property
     def drafts_from_history(self) -> bool:
-        """Whether the plugin drafts, and not vLLM alone."""
+        """Whether the plugin drafts, alone or beside a model."""
         return self.is_hybrid or self.method in HISTORY_METHODS
 
     @property
@@ -72,9 +73,25 @@ class SpecPlusOptions(BaseModel):
         """Whether the plugin's suffix trees draft."""
         return self.mtp_strategy == "with_suffix" or self.method == "suffix"
 
+    def in_use(self) -> dict[str, Any]:
+        """The options that something reads in this configuration, in the order of the documentation's table."""
+        unused: set[str] = set()
+        if not self.is_hybrid:
+            unused |= {"num_model_steps", "mtp_strategy", "match_override_len"}
+        if not self.drafts_from_history:
+            # A request's reference is matched by n-grams, whatever drafts beside it.
+            unused |= set(NGRAM_KEYS)
+        if not self.matches_suffixes:
+            unused |= set(SUFFIX_KEYS)
+        if self.verify_strategy != "topp":
+            unused |= {"max_candidate_len", "verify_window"}
+        if self.verify_strategy is None:
+            unused.add("accept_policy")
+        return {key: getattr(self, key) for key in _ORDER if key not in unused}
+
     @property
     def suffix_matcher(self) -> dict[str, Any]:
-        """The arguments of the `SuffixMatcher` that they ask for."""
+        """The arguments of the `SuffixMatcher` for these options."""
         return {
             "max_tree_depth": self.suffix_decoding_max_tree_depth,
             "max_cached_requests": self.suffix_decoding_max_cached_requests,

@@ -1,7 +1,7 @@
 """The plugin's only parser: a speculative config in, resolved options and vLLM's own keys out.
 
-`resolve` imports neither vLLM nor torch, so ``vllm-specplus check`` and the engine share it, and
-with it every message. A config without a plugin key comes back as it was given.
+`resolve` imports neither vLLM nor torch, so ``vllm-specplus check`` and the engine share it and all its messages. A
+config without a plugin key comes back unchanged.
 """
 
 import json
@@ -10,45 +10,46 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_specplus.config import rules
-from vllm_specplus.config.aliases import ALIASES, Normalised, normalise, touches
+from vllm_specplus.config.aliases import ALIASES, SYNONYMS, NormalisedConfig, is_foreign, normalise
 from vllm_specplus.config.errors import (
     SpecPlusConfigError,
-    combine,
-    error,
+    combined_error,
+    config_error,
     nearest,
-    refusal,
+    not_allowed_error,
+    setting,
     show,
-    stated,
 )
 from vllm_specplus.config.keys import (
     MAX_DRAFT_TOKENS,
     NAIVE,
+    NGRAM_KEYS,
     OWN_KEYS,
     PLUGIN_NAMES,
-    STOCK_WINDOW,
-    WINDOW_KEYS,
-    Parsed,
-    check_method,
-    check_quantization,
+    STOCK_NGRAM_KEYS,
+    ParsedConfig,
+    add_method_errors,
+    add_quantization_errors,
     known_names,
     parse,
     parse_stock,
-    refuse_unknown,
-    unknown_key,
+    refuse_unknown_keys,
+    unknown_key_error,
 )
-from vllm_specplus.config.options import SpecPlusOptions
+from vllm_specplus.config.options import HISTORY_METHODS, SpecPlusOptions
 from vllm_specplus.config.stock_keys import StockKeys, stock_keys
+from vllm_specplus.config.stock_rules import check_stock
 
 _CACHED_REQUESTS = "suffix_decoding_max_cached_requests"
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a speculative config means.
+    """The meaning of a speculative config.
 
-    options: the plugin's options; None when nothing is left for the plugin to do.
-    vllm: the keys for vLLM's ``SpeculativeConfig``. With no plugin or migration key in the config,
-    this is the config itself; else no plugin or migration key is in it.
+    options: the plugin's options; None where the plugin has nothing to do.
+    vllm: the keys for vLLM's ``SpeculativeConfig``, without plugin and migration keys. A config that has none of these
+    comes back unchanged.
     notes, warnings: lines for the log.
     """
 
@@ -58,9 +59,12 @@ class Resolved:
     warnings: list[str] = field(default_factory=list)
 
     def as_json(self, indent: int | None = None) -> str:
-        """``{"options": ..., "vllm": ...}`` as JSON, options in their table's order, vLLM's keys
-        sorted. A value that JSON cannot hold (the engine's own objects) shows as its type."""
-        options = None if self.options is None else self.options.model_dump()
+        """``{"options": ..., "vllm": ...}`` as JSON, without options that nothing reads in this configuration.
+
+        Options come in the order of the documentation's table, vLLM's keys sorted. A value that JSON cannot hold, such
+        as an object of the engine's, is shown as its type.
+        """
+        options = None if self.options is None else self.options.in_use()
         content = {"options": options, "vllm": dict(sorted(self.vllm.items()))}
         return json.dumps(
             content,
@@ -73,19 +77,20 @@ class Resolved:
 def parse_json(text: str) -> dict[str, Any]:
     """Read a speculative config from JSON text.
 
-    Raises SpecPlusConfigError, with line and column, when `text` is not JSON; also when it is not
-    an object, or has one key twice with different values, which plain JSON readers let pass.
+    Raises:
+        SpecPlusConfigError: `text` is not JSON (the message has line and column), is not an object, or has one key
+            twice with different values, which plain JSON readers let pass.
     """
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except json.JSONDecodeError as problem:
-        raise error(f"malformed JSON at line {problem.lineno} column {problem.colno}: {problem.msg}") from None
+        raise config_error(f"malformed JSON at line {problem.lineno} column {problem.colno}: {problem.msg}") from None
     except SpecPlusConfigError:
         raise
     except (ValueError, RecursionError) as problem:
-        raise error(f"malformed JSON: {problem}") from None
+        raise config_error(f"malformed JSON: {problem}") from None
     if not isinstance(value, dict):
-        raise error(f"expected a JSON object, got {show(value)}")
+        raise config_error(f"expected a JSON object, got {show(value)}")
     return value
 
 
@@ -93,45 +98,50 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result and result[key] != value:
-            raise refusal(f"{stated(key, result[key])} with {stated(key, value)}", "one key twice")
+            raise not_allowed_error(f"{setting(key, result[key])} with {setting(key, value)}", "one key twice")
         result[key] = value
     return result
 
 
 def _no_constant(name: str) -> None:
-    raise error(f"malformed JSON: {name} is not a JSON value")
+    raise config_error(f"malformed JSON: {name} is not a JSON value")
 
 
 def resolve(raw: Mapping[str, Any], *, strict: bool = False) -> Resolved:
-    """Work out what the speculative config `raw` means; `raw` is not changed.
+    """Work out the meaning of the speculative config `raw`, which is not changed.
 
-    strict: check vLLM's own keys and values too where there is no plugin key; by default such a
-    config goes to vLLM as it is, which reports its errors itself.
+    Args:
+        raw: keys and values, as the user wrote them.
+        strict: refuse also what vLLM would refuse in a config without plugin keys. Without it, such a config goes to
+            vLLM as it is, and vLLM reports its errors itself.
 
-    Raises SpecPlusConfigError for unknown keys, wrong types, values out of bounds, two names for
-    one thing with different values, combinations that cannot work, and, with a plugin key, a vLLM
-    whose own keys cannot be read.
+    Raises:
+        SpecPlusConfigError: a key is unknown, a value has the wrong type or is out of bounds, two names for one thing
+            have different values, keys cannot work together, vLLM would refuse its own keys, or the installed vLLM
+            cannot be read.
     """
     if not isinstance(raw, Mapping):
-        raise error(f"expected a JSON object, got {show(raw)}")
+        raise config_error(f"expected a JSON object, got {show(raw)}")
     for key in raw:
         if not isinstance(key, str):
-            raise error(f"every key must be a string, got {show(key)}")
+            raise config_error(f"every key must be a string, got {show(key)}")
     # vLLM reads num-speculative-tokens as num_speculative_tokens; so do we, for every key.
     items = [(key.replace("-", "_"), value) for key, value in raw.items()]
-    if not _concerns_us(items):
+    if not _concerns_plugin(items):
         return _resolve_stock(raw, items, strict)
-    given = normalise(items)
-    parsed = parse(given, stock_keys())
+    config = normalise(items)
+    parsed = parse(config, stock_keys())
     rules.check(parsed)
     options, notes = _options(parsed)
-    notes = [*given.notes, *rules.model_notes(parsed.method, parsed.keys.model), *notes]
+    vllm = _vllm_keys(parsed, options)
+    _check_vllm_keys(parsed, options, vllm)
+    notes = [*config.notes, *rules.unused_model_notes(parsed.method, parsed.keys.model), *notes]
     warnings = rules.effect_warnings(parsed) if options else []
-    warnings += rules.idle_warnings(parsed.method, parsed.keys.mtp_strategy, items)
-    if options is None and (asked := [key for key in OWN_KEYS if parsed.given.names(key)]):
-        shown = ", ".join(parsed.stated(key) for key in asked)
+    warnings += rules.unused_key_warnings(parsed.method, parsed.keys.mtp_strategy, items)
+    if options is None and (idle := [key for key in OWN_KEYS if parsed.config.names(key)]):
+        shown = ", ".join(parsed.setting(key) for key in idle)
         notes.append(f"{shown}: vLLM does this by itself, so its own path is taken")
-    return _resolved(options, _vllm_keys(parsed, options), notes, warnings)
+    return _resolved(options, vllm, notes, warnings)
 
 
 def _resolved(options: SpecPlusOptions | None, vllm: dict[str, Any], notes: list[str], warnings: list[str]) -> Resolved:
@@ -139,75 +149,86 @@ def _resolved(options: SpecPlusOptions | None, vllm: dict[str, Any], notes: list
     return Resolved(options, vllm, [prefix + line for line in notes], [prefix + line for line in warnings])
 
 
-def _concerns_us(items: list[tuple[str, Any]]) -> bool:
-    given = dict(items)
-    if any(name in PLUGIN_NAMES or touches(name, value) for name, value in items):
+def _concerns_plugin(items: list[tuple[str, Any]]) -> bool:
+    values = dict(items)
+    if any(name in PLUGIN_NAMES or is_foreign(name, value) for name, value in items):
         return True
-    unlimited = isinstance(given.get(_CACHED_REQUESTS), int) and given[_CACHED_REQUESTS] == -1
-    return given.get("method") == NAIVE or (given.get("method") == "suffix" and unlimited)
+    unlimited = isinstance(values.get(_CACHED_REQUESTS), int) and values[_CACHED_REQUESTS] == -1
+    return values.get("method") == NAIVE or (values.get("method") == "suffix" and unlimited)
 
 
 def _resolve_stock(raw: Mapping[str, Any], items: list[tuple[str, Any]], strict: bool) -> Resolved:
-    """A config with no plugin key: to vLLM as it is, unless a plugin key seems to be misspelt or
-    the quantization is Paddle's."""
+    """A config without plugin keys, as it is; refused if one seems to be misspelt or the quantization is Paddle's."""
+    values = dict(items)
+    warnings = rules.unused_key_warnings(values.get("method"), "default", items)
     if strict:
-        _check_stock(items, stock_keys())
+        _check_stock_config(values, stock_keys())
+        names = [name for name, _ in items]
+        warnings += [f"{name} is set twice: vLLM takes the last one" for name in values if names.count(name) > 1]
     else:
         _check_near_misses(items)
-    method = dict(items).get("method")
-    notes = rules.model_notes(method, dict(items).get("model"))
-    return _resolved(None, dict(raw), notes, rules.idle_warnings(method, "default", items))
+    notes = rules.unused_model_notes(values.get("method"), values.get("model"))
+    return _resolved(None, dict(raw), notes, warnings)
 
 
-def _check_stock(items: list[tuple[str, Any]], stock: StockKeys) -> None:
-    given = normalise(items)
-    refuse_unknown(given, stock)
+def _check_stock_config(values: Mapping[str, Any], stock: StockKeys) -> None:
+    config = normalise(values.items())
+    refuse_unknown_keys(config, stock)
     problems: list[SpecPlusConfigError] = []
-    # The method is judged with ours among the choices, so that a misspelt one gets its hint.
-    named = isinstance(given.values.get("method"), str)
-    parse_stock(given, stock, problems, skip=("method",) if named else ())
-    check_method(given, stock, problems)
-    check_quantization(given, stock, problems)
+    # The plugin's methods are among the choices here, so that a misspelt one gets its hint.
+    is_named = isinstance(config.values.get("method"), str)
+    parse_stock(config, stock, problems, skip=("method",) if is_named else ())
+    add_method_errors(config, stock, problems)
+    add_quantization_errors(config, stock, problems)
     if problems:
-        raise combine(problems)
+        raise combined_error(problems)
+    check_stock(values, stock, lambda key: setting(key, values.get(key)))
 
 
 def _check_near_misses(items: list[tuple[str, Any]]) -> None:
-    ours = (*PLUGIN_NAMES, *ALIASES)
-    suspects = [(name, value) for name, value in items if nearest(name, ours)]
+    plugin_names = (*PLUGIN_NAMES, *ALIASES)
+    suspects = [(name, value) for name, value in items if nearest(name, plugin_names)]
     suspects += [(name, value) for name, value in items if name == "quantization"]
     if not suspects:
         return
     try:
         stock = stock_keys()
     except SpecPlusConfigError:
-        # No plugin key is in use, so whatever is wrong with this vLLM is not ours to report.
+        # No plugin key is in use, so what is wrong with this vLLM is not the plugin's to report.
         return
     problems: list[SpecPlusConfigError] = []
-    given = Normalised()
+    config = NormalisedConfig()
     for name, value in suspects:
-        given.add(name, value, name, value)
+        config.add(name, value, name, value)
         meant = nearest(name, known_names(stock))
-        if name not in stock.keys and meant in ours:
-            problems.append(unknown_key(stated(name, value), meant))
-    check_quantization(given, stock, problems)
+        if name not in stock.keys and meant in plugin_names:
+            problems.append(unknown_key_error(setting(name, value), meant))
+    add_quantization_errors(config, stock, problems)
     if problems:
-        raise combine(problems)
+        raise combined_error(problems)
 
 
-def _options(parsed: Parsed) -> tuple[SpecPlusOptions | None, list[str]]:
-    """The resolved options, or None when vLLM does all that is asked; and notes on what was
-    filled in."""
+def _check_vllm_keys(parsed: ParsedConfig, options: SpecPlusOptions | None, vllm: Mapping[str, Any]) -> None:
+    """Raise SpecPlusConfigError where vLLM would refuse the keys that are left for it."""
+    if options is not None and options.method in HISTORY_METHODS:
+        # vLLM runs these methods as a custom class, with one slot at least.
+        tokens = max(options.num_speculative_tokens, 1)
+        vllm = {**vllm, "method": "custom_class", "model": "plugin.Drafter", "num_speculative_tokens": tokens}
+    check_stock(vllm, parsed.stock, lambda key: parsed.setting(SYNONYMS.get(key, key)))
+
+
+def _options(parsed: ParsedConfig) -> tuple[SpecPlusOptions | None, list[str]]:
+    """The resolved options and notes on their defaults; None for the options where vLLM does it all."""
     if not rules.needs_options(parsed):
         return None, []
     keys = parsed.keys
     assert parsed.method is not None
     tokens, notes = _draft_tokens(parsed)
-    high, low, fitted = rules.ngram_window(parsed)
+    high, low, ngram_notes = rules.ngram_sizes(parsed)
     verify = keys.verify_strategy
     if verify is None and keys.accept_policy != "normal":
         verify = "target_match"
-        notes.append(f"{parsed.stated('accept_policy')} runs on verify_strategy={show(verify)}")
+        notes.append(f"{parsed.setting('accept_policy')} runs on verify_strategy={show(verify)}")
     return SpecPlusOptions(
         method=parsed.method,
         num_speculative_tokens=tokens,
@@ -224,40 +245,40 @@ def _options(parsed: Parsed) -> tuple[SpecPlusOptions | None, list[str]]:
         max_candidate_len=keys.max_candidate_len,
         verify_window=keys.verify_window,
         accept_policy=keys.accept_policy,
-    ), [*notes, *fitted]
+    ), [*notes, *ngram_notes]
 
 
-def _draft_tokens(parsed: Parsed) -> tuple[int, list[str]]:
-    """The number of draft slots, and a note where it is not the number given."""
+def _draft_tokens(parsed: ParsedConfig) -> tuple[int, list[str]]:
+    """The number of slots, and a note where it is not the user's."""
     tokens = parsed.keys.num_speculative_tokens
     if parsed.method == NAIVE:
-        if "num_speculative_tokens" not in parsed.given.values:
+        if "num_speculative_tokens" not in parsed.config.values:
             return 0, []
-        window = min(max(tokens, 0), MAX_DRAFT_TOKENS)
-        shown = parsed.stated("num_speculative_tokens")
-        counts_as = f" counts as {window}" if window != tokens else ""
-        return window, [f"{shown}{counts_as}: method naive drafts what a request's reference says, and nothing else"]
+        width = min(max(tokens, 0), MAX_DRAFT_TOKENS)
+        shown = parsed.setting("num_speculative_tokens")
+        counts_as = f" counts as {width}" if width != tokens else ""
+        return width, [f"{shown}{counts_as}: method naive drafts from a request's reference text alone"]
     if parsed.method == "suffix" and not tokens:
         tokens = min(parsed.keys.suffix_decoding_max_tree_depth, MAX_DRAFT_TOKENS)
         return tokens, [f"num_speculative_tokens={tokens}, taken from suffix_decoding_max_tree_depth"]
     return tokens, []
 
 
-def _vllm_keys(parsed: Parsed, options: SpecPlusOptions | None) -> dict[str, Any]:
-    """The keys left for vLLM: its own, as written, under its own names."""
+def _vllm_keys(parsed: ParsedConfig, options: SpecPlusOptions | None) -> dict[str, Any]:
+    """The keys for vLLM: its own, under its own names, with the user's values."""
     keys: dict[str, Any] = {}
-    for key, value in parsed.given.values.items():
-        if key in WINDOW_KEYS:
-            keys.update((name, value) for name in parsed.given.names(key) if name in STOCK_WINDOW)
+    for key, value in parsed.config.values.items():
+        if key in NGRAM_KEYS:
+            keys.update((name, value) for name in parsed.config.names(key) if name in STOCK_NGRAM_KEYS)
         elif key not in OWN_KEYS:
             keys[key] = value
     if keys.get(_CACHED_REQUESTS) == -1:
-        # vLLM refuses -1; the options carry it.
+        # vLLM refuses -1; the plugin's options have it.
         del keys[_CACHED_REQUESTS]
     if options is None:
         return keys
     if options.method == NAIVE:
-        for key in ("num_speculative_tokens", "model", *STOCK_WINDOW):
+        for key in ("num_speculative_tokens", "model", *STOCK_NGRAM_KEYS):
             keys.pop(key, None)
         return keys
     keys["num_speculative_tokens"] = options.num_speculative_tokens

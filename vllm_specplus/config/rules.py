@@ -1,53 +1,55 @@
-"""The rules that join several keys: which combinations cannot work, and what the user is told."""
+"""The rules that join several keys: combinations that cannot work, and lines for the log."""
 
-import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from vllm_specplus.config.errors import choices, error, refusal, stated
+from vllm_specplus.config.errors import choices, config_error, not_allowed_error, setting
 from vllm_specplus.config.keys import (
+    DEFAULT_NGRAM_SIZES,
     HYBRID_METHODS,
     MAX_DRAFT_TOKENS,
     NAIVE,
-    STOCK_WINDOW,
+    NGRAM_KEYS,
+    STOCK_NGRAM_KEYS,
     SUFFIX_KEYS,
-    WINDOW_KEYS,
-    Parsed,
+    ParsedConfig,
 )
+from vllm_specplus.config.stock_rules import suffix_available
 
-DEFAULT_WINDOW = (5, 2)
+# vLLM's default of both n-gram sizes.
+_VLLM_NGRAM_SIZE = 5
 _NEEDS_MODEL_PATH = ("eagle", "eagle3", "draft_model")
-_NO_MODEL = ("ngram", "ngram_gpu", "suffix", NAIVE)
-_OTHER_VERIFIERS = (
+METHODS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix", NAIVE)
+_VLLM_VERIFIER_KEYS = (
     "rejection_sample_method",
     "synthetic_acceptance_rates",
     "synthetic_acceptance_length",
 )
 
 
-def check(parsed: Parsed) -> None:
+def check(parsed: ParsedConfig) -> None:
     """Raise SpecPlusConfigError for the first combination that cannot work."""
     for rule in _RULES:
         rule(parsed)
 
 
-def needs_options(parsed: Parsed) -> bool:
-    """Whether anything is asked for that vLLM does not do by itself."""
+def needs_options(parsed: ParsedConfig) -> bool:
+    """Whether the config asks for something that vLLM does not do by itself."""
     keys = parsed.keys
     return bool(
         parsed.is_hybrid
         or parsed.method == NAIVE
         or keys.verify_strategy
         or keys.accept_policy != "normal"
-        or (parsed.method == "ngram" and parsed.names_window)
+        or (parsed.method == "ngram" and parsed.names_ngram_sizes)
         or (parsed.method == "suffix" and keys.suffix_decoding_max_cached_requests == -1)
     )
 
 
-def engaged(parsed: Parsed) -> list[str]:
-    """The plugin's keys that ask for something, in the order of their table."""
+def active_keys(parsed: ParsedConfig) -> list[str]:
+    """The plugin's keys that ask for something."""
     keys = parsed.keys
-    asked = {
+    is_active = {
         "mtp_strategy": parsed.is_hybrid,
         "num_model_steps": keys.num_model_steps is not None,
         "match_override_len": keys.match_override_len > 0,
@@ -56,228 +58,232 @@ def engaged(parsed: Parsed) -> list[str]:
         "verify_window": keys.verify_window > 0,
         "accept_policy": keys.accept_policy != "normal",
     }
-    for key in WINDOW_KEYS:
-        asked[key] = bool(set(parsed.given.names(key)) - STOCK_WINDOW) and (getattr(keys, key) is not None)
-    return [key for key, wanted in asked.items() if wanted]
+    for key in NGRAM_KEYS:
+        is_active[key] = bool(set(parsed.config.names(key)) - STOCK_NGRAM_KEYS) and (getattr(keys, key) is not None)
+    return [key for key, active in is_active.items() if active]
 
 
-def suffix_available() -> bool:
-    """Whether arctic-inference, which holds the suffix cache, is installed."""
-    try:
-        return importlib.util.find_spec("arctic_inference") is not None
-    except (ImportError, ValueError):
-        return False
+def chooses_vllm_verifier(values: Mapping[str, Any]) -> bool:
+    """Whether vLLM's keys in `values` choose one of vLLM's verifiers other than its default."""
+    return any(values.get(key) not in (None, "standard") for key in _VLLM_VERIFIER_KEYS)
 
 
-def _method_is_given(parsed: Parsed) -> None:
-    asked = engaged(parsed)
-    if asked and parsed.method is None:
+def _require_method(parsed: ParsedConfig) -> None:
+    keys = active_keys(parsed)
+    if keys and parsed.method is None:
         methods = HYBRID_METHODS if parsed.is_hybrid else (NAIVE, *parsed.stock.methods)
-        raise error(f"method is required with {parsed.stated(asked[0])}: one of {choices(methods)}")
+        raise config_error(f"method is required with {parsed.setting(keys[0])}: one of {choices(methods)}")
 
 
-def _hybrid_has_a_model(parsed: Parsed) -> None:
+def _require_model_method(parsed: ParsedConfig) -> None:
     for key in ("mtp_strategy", "num_model_steps"):
-        if key in engaged(parsed) and parsed.method not in HYBRID_METHODS:
-            raise refusal(
-                f"{parsed.stated(key)} with {parsed.stated('method')}",
-                f"it needs a draft model, method must be one of {choices(HYBRID_METHODS)}",
+        if key in active_keys(parsed) and parsed.method not in HYBRID_METHODS:
+            raise not_allowed_error(
+                f"{parsed.setting(key)} with {parsed.setting('method')}",
+                f"it needs a draft model: method must be one of {choices(HYBRID_METHODS)}",
             )
 
 
-def _tokens_are_given(parsed: Parsed) -> None:
-    wanted = needs_options(parsed) or parsed.keys.num_model_steps is not None
-    optional = parsed.method in (NAIVE, "suffix")
-    if wanted and not optional and not parsed.keys.num_speculative_tokens:
-        asked = [*engaged(parsed), "method"][0]
-        raise error(
-            f"num_speculative_tokens is required with {parsed.stated(asked)}: an integer from 1 to {MAX_DRAFT_TOKENS}"
+def _require_tokens(parsed: ParsedConfig) -> None:
+    is_needed = needs_options(parsed) or parsed.keys.num_model_steps is not None
+    is_optional = parsed.method in (NAIVE, "suffix")
+    if is_needed and not is_optional and not parsed.keys.num_speculative_tokens:
+        key = [*active_keys(parsed), "method"][0]
+        raise config_error(
+            f"num_speculative_tokens is required with {parsed.setting(key)}: an integer from 1 to {MAX_DRAFT_TOKENS}"
         )
 
 
-def _model_is_given(parsed: Parsed) -> None:
+def _require_model(parsed: ParsedConfig) -> None:
     if needs_options(parsed) and parsed.method in _NEEDS_MODEL_PATH and not parsed.keys.model:
-        raise error(f"model is required with {parsed.stated('method')}: the draft model's name or path")
+        raise config_error(f"model is required with {parsed.setting('method')}: the draft model's name or path")
 
 
-def _steps_fit(parsed: Parsed) -> None:
+def _refuse_steps_that_do_not_fit(parsed: ParsedConfig) -> None:
     steps, tokens = parsed.keys.num_model_steps, parsed.keys.num_speculative_tokens
     if steps is None:
         return
     if steps > tokens:
-        raise refusal(
-            parsed.stated("num_model_steps"),
+        raise not_allowed_error(
+            parsed.setting("num_model_steps"),
             f"1 <= num_model_steps <= num_speculative_tokens ({tokens})",
         )
     if steps != tokens and not parsed.is_hybrid:
-        raise refusal(
-            f"{parsed.stated('num_model_steps')} with {parsed.stated('mtp_strategy')}",
+        raise not_allowed_error(
+            f"{parsed.setting('num_model_steps')} with {parsed.setting('mtp_strategy')}",
             f"it must equal num_speculative_tokens ({tokens}), or mtp_strategy must be "
             f'"with_ngram" or "with_suffix" to fill the other slots',
         )
 
 
-def _window_acts(parsed: Parsed) -> None:
+def _refuse_idle_ngram_sizes(parsed: ParsedConfig) -> None:
     if parsed.method == "ngram" or parsed.keys.mtp_strategy == "with_ngram":
         return
-    for key in WINDOW_KEYS:
-        if key in engaged(parsed):
-            raise refusal(
-                f"{parsed.stated(key)} with {parsed.stated('method')} and {parsed.stated('mtp_strategy')}",
+    for key in NGRAM_KEYS:
+        if key in active_keys(parsed):
+            raise not_allowed_error(
+                f"{parsed.setting(key)} with {parsed.setting('method')} and {parsed.setting('mtp_strategy')}",
                 'it acts only with method="ngram" or mtp_strategy="with_ngram"',
             )
 
 
-def _window_is_ordered(parsed: Parsed) -> None:
+def _refuse_ngram_sizes_out_of_order(parsed: ParsedConfig) -> None:
     low, high = parsed.keys.min_ngram_size, parsed.keys.max_ngram_size
     if low is not None and high is not None and low > high:
-        raise refusal(
-            f"{parsed.stated('min_ngram_size')} with {parsed.stated('max_ngram_size')}",
-            "the smallest window must not be above the largest",
+        raise not_allowed_error(
+            f"{parsed.setting('min_ngram_size')} with {parsed.setting('max_ngram_size')}",
+            "the smallest size must not be larger than the largest",
         )
 
 
-def _override_acts(parsed: Parsed) -> None:
+def _refuse_idle_override(parsed: ParsedConfig) -> None:
     if parsed.keys.match_override_len and not parsed.is_hybrid:
-        raise refusal(
-            f"{parsed.stated('match_override_len')} with {parsed.stated('mtp_strategy')}",
+        raise not_allowed_error(
+            f"{parsed.setting('match_override_len')} with {parsed.setting('mtp_strategy')}",
             'it acts only with mtp_strategy="with_ngram" or "with_suffix"',
         )
 
 
-def _override_can_be_reached(parsed: Parsed) -> None:
+def _refuse_override_out_of_reach(parsed: ParsedConfig) -> None:
     override, depth = parsed.keys.match_override_len, parsed.keys.suffix_decoding_max_tree_depth
     if parsed.keys.mtp_strategy == "with_suffix" and override >= depth:
-        raise refusal(
-            parsed.stated("match_override_len"),
+        raise not_allowed_error(
+            parsed.setting("match_override_len"),
             f"a suffix match is shorter than suffix_decoding_max_tree_depth ({depth})",
         )
 
 
-def _candidates_act(parsed: Parsed) -> None:
+def _refuse_idle_topp_keys(parsed: ParsedConfig) -> None:
     for key in ("max_candidate_len", "verify_window"):
-        if key in engaged(parsed) and parsed.keys.verify_strategy != "topp":
-            raise refusal(
-                f"{parsed.stated(key)} with {parsed.stated('verify_strategy')}",
+        if key in active_keys(parsed) and parsed.keys.verify_strategy != "topp":
+            raise not_allowed_error(
+                f"{parsed.setting(key)} with {parsed.setting('verify_strategy')}",
                 'it acts only with verify_strategy="topp"',
             )
 
 
-def _one_verifier(parsed: Parsed) -> None:
-    ours = [key for key in engaged(parsed) if key in ("verify_strategy", "accept_policy")]
-    for key in _OTHER_VERIFIERS if ours else ():
+def _refuse_two_verifiers(parsed: ParsedConfig) -> None:
+    plugin_keys = [key for key in active_keys(parsed) if key in ("verify_strategy", "accept_policy")]
+    for key in _VLLM_VERIFIER_KEYS if plugin_keys else ():
         if parsed.values.get(key) not in (None, "standard"):
-            raise refusal(
-                f"{parsed.stated(key)} with {parsed.stated(ours[0])}",
-                "both choose how drafts are verified, set only one of them",
+            raise not_allowed_error(
+                f"{parsed.setting(key)} with {parsed.setting(plugin_keys[0])}",
+                "both choose how drafts are verified; set only one of them",
             )
 
 
-def _drafts_one_by_one(parsed: Parsed) -> None:
-    hybrid = f"{parsed.stated('mtp_strategy')}" if parsed.is_hybrid else None
-    naive = parsed.stated("method") if parsed.method == NAIVE else None
+def _refuse_other_ways_of_drafting(parsed: ParsedConfig) -> None:
+    hybrid = f"{parsed.setting('mtp_strategy')}" if parsed.is_hybrid else None
+    naive = parsed.setting("method") if parsed.method == NAIVE else None
     for key, other in (
         ("parallel_drafting", hybrid),
         ("num_speculative_tokens_per_batch_size", hybrid or naive),
     ):
         if other and parsed.values.get(key):
-            raise refusal(f"{parsed.stated(key)} with {other}", "they do not work together")
+            raise not_allowed_error(f"{parsed.setting(key)} with {other}", "they do not work together")
 
 
-def _suffix_is_installed(parsed: Parsed) -> None:
-    ours = parsed.method == "suffix" and (needs_options(parsed) or engaged(parsed))
-    asked = "mtp_strategy" if parsed.keys.mtp_strategy == "with_suffix" else "method"
-    if (ours or asked == "mtp_strategy") and not suffix_available():
-        raise error(
-            f"{parsed.stated(asked)} needs the package arctic-inference, which is not installed: "
+def _refuse_adaptive_verification(parsed: ParsedConfig) -> None:
+    if needs_options(parsed) and parsed.values.get("enable_adaptive_verification"):
+        raise not_allowed_error(
+            f"{parsed.setting('enable_adaptive_verification')} with keys of vllm-specplus",
+            "it trims the drafts that they add or verify",
+        )
+
+
+def _require_suffix_package(parsed: ParsedConfig) -> None:
+    is_method = parsed.method == "suffix" and (needs_options(parsed) or active_keys(parsed))
+    key = "mtp_strategy" if parsed.keys.mtp_strategy == "with_suffix" else "method"
+    if (is_method or key == "mtp_strategy") and not suffix_available():
+        raise config_error(
+            f"{parsed.setting(key)} needs the package arctic-inference, which is not installed: "
             "pip install vllm-specplus[suffix]"
         )
 
 
-_RULES: tuple[Callable[[Parsed], None], ...] = (
-    _method_is_given,
-    _hybrid_has_a_model,
-    _window_acts,
-    _window_is_ordered,
-    _override_acts,
-    _override_can_be_reached,
-    _candidates_act,
-    _one_verifier,
-    _drafts_one_by_one,
-    _tokens_are_given,
-    _steps_fit,
-    _model_is_given,
-    _suffix_is_installed,
+_RULES: tuple[Callable[[ParsedConfig], None], ...] = (
+    _require_method,
+    _require_model_method,
+    _refuse_idle_ngram_sizes,
+    _refuse_ngram_sizes_out_of_order,
+    _refuse_idle_override,
+    _refuse_override_out_of_reach,
+    _refuse_idle_topp_keys,
+    _refuse_two_verifiers,
+    _refuse_other_ways_of_drafting,
+    _refuse_adaptive_verification,
+    _require_tokens,
+    _refuse_steps_that_do_not_fit,
+    _require_model,
+    _require_suffix_package,
 )
 
 
-def ngram_window(parsed: Parsed) -> tuple[int, int, list[str]]:
-    """The n-gram window in effect: (largest, smallest, notes on what was fitted).
+def ngram_sizes(parsed: ParsedConfig) -> tuple[int, int, list[str]]:
+    """The largest and the smallest n-gram size, and notes on the one that the plugin chose.
 
-    For method ``ngram`` under vLLM's own names the rest is filled as vLLM fills it, so that
-    another plugin key beside them does not change what is drafted.
+    For method ``ngram`` with vLLM's own names, vLLM's defaults hold. So another plugin key does not change the drafts.
     """
     if parsed.method != "ngram" and parsed.keys.mtp_strategy != "with_ngram":
-        return *DEFAULT_WINDOW, []
+        return *DEFAULT_NGRAM_SIZES, []
     high, low = parsed.keys.max_ngram_size, parsed.keys.min_ngram_size
-    if parsed.method == "ngram" and not parsed.names_window:
-        vllm_default = 5
-        return high or low or vllm_default, low or high or vllm_default, []
-    default_high, default_low = DEFAULT_WINDOW
+    if parsed.method == "ngram" and not parsed.names_ngram_sizes:
+        return high or low or _VLLM_NGRAM_SIZE, low or high or _VLLM_NGRAM_SIZE, []
+    default_high, default_low = DEFAULT_NGRAM_SIZES
     if high is not None and low is None and high < default_low:
-        return high, high, [f"min_ngram_size={high}, to fit {parsed.stated('max_ngram_size')}"]
+        return high, high, [f"min_ngram_size={high}, to fit {parsed.setting('max_ngram_size')}"]
     if low is not None and high is None and low > default_high:
-        return low, low, [f"max_ngram_size={low}, to fit {parsed.stated('min_ngram_size')}"]
+        return low, low, [f"max_ngram_size={low}, to fit {parsed.setting('min_ngram_size')}"]
     return high or default_high, low or default_low, []
 
 
-def idle_warnings(method: Any, mtp_strategy: str, items: Iterable[tuple[str, Any]]) -> list[str]:
-    """What to say of vLLM's own keys that vLLM takes without a word and never uses."""
+def unused_key_warnings(method: Any, mtp_strategy: str, items: Iterable[tuple[str, Any]]) -> list[str]:
+    """Warnings of vLLM's own keys that vLLM accepts and never uses."""
     names = [name for name, value in items if value is not None]
     suffix = [name for name in names if name in SUFFIX_KEYS]
-    window = [name for name in names if name in STOCK_WINDOW]
+    ngram = [name for name in names if name in STOCK_NGRAM_KEYS]
     lines = []
     if suffix and method != "suffix" and mtp_strategy != "with_suffix":
         lines.append(
             f"{', '.join(suffix)}: suffix keys act only with method suffix or mtp_strategy "
             "with_suffix; they have no effect here"
         )
-    if window and method not in ("ngram", "ngram_gpu") and mtp_strategy != "with_ngram":
+    if ngram and method not in ("ngram", "ngram_gpu") and mtp_strategy != "with_ngram":
         lines.append(
-            f"{', '.join(window)}: n-gram keys act only with method ngram or mtp_strategy "
+            f"{', '.join(ngram)}: n-gram keys act only with method ngram or mtp_strategy "
             "with_ngram; they have no effect here"
         )
     return lines
 
 
-def model_notes(method: Any, model: Any) -> list[str]:
-    """One line where a model is given to a method that loads none."""
-    if method in _NO_MODEL and model is not None:
-        return [f"{stated('model', model)} is not used: method {method} has no draft model"]
+def unused_model_notes(method: Any, model: Any) -> list[str]:
+    """A note if a model is named for a method that loads none."""
+    if method in METHODS_WITHOUT_MODEL and model is not None:
+        return [f"{setting('model', model)} is not used: method {method} has no draft model"]
     return []
 
 
-def effect_warnings(parsed: Parsed) -> list[str]:
-    """Warnings on what the resolved options do to the output, or cannot do."""
+def effect_warnings(parsed: ParsedConfig) -> list[str]:
+    """Warnings of options that change the output, or that cannot act."""
     keys, tokens = parsed.keys, parsed.keys.num_speculative_tokens
     lines = []
     if keys.verify_strategy == "topp":
         lines.append('verify_strategy="topp" is lossy: it changes the output distribution')
     if keys.verify_strategy == "greedy":
-        lines.append('verify_strategy="greedy" emits the argmax whatever the temperature of a request')
+        lines.append('verify_strategy="greedy" is lossy: it emits the argmax, whatever the temperature of a request')
     if keys.accept_policy == "accept_all":
-        lines.append('accept_policy="accept_all" is for debugging: the output is the drafts\'')
+        lines.append('accept_policy="accept_all" is for debugging: the drafts are the output')
     if parsed.is_hybrid and (keys.num_model_steps or 1) == tokens and not keys.match_override_len:
         lines.append(
-            f"num_model_steps={tokens} leaves no slot for {parsed.stated('mtp_strategy')}: "
-            "num_speculative_tokens should be larger"
+            f"num_model_steps={tokens} leaves no slot for {parsed.setting('mtp_strategy')}: "
+            "set num_speculative_tokens to a larger number"
         )
     if parsed.method != NAIVE and 0 < tokens <= keys.verify_window:
         lines.append(
-            f"{parsed.stated('verify_window')} never acts: it needs as many drafts after the one "
-            f"it saves, and num_speculative_tokens is {tokens}"
+            f"{parsed.setting('verify_window')} never acts: it needs that many drafts after the one "
+            f"that it saves, and num_speculative_tokens is {tokens}"
         )
     quantization = keys.quantization
     if quantization is not None and quantization not in parsed.stock.quantizations:
-        lines.append(f"{parsed.stated('quantization')} is not one of vLLM's own: a plugin must register it")
+        lines.append(f"{parsed.setting('quantization')} is not one of vLLM's own: a plugin of vLLM's must register it")
     return lines

@@ -1,7 +1,7 @@
 """vLLM's own speculative keys, read from the source of the installed vLLM without importing it.
 
-Importing vLLM takes seconds and loads torch; parsing one of its files takes milliseconds. Reading
-the names also keeps this plugin right on a vLLM that has more keys than the one it was written for.
+Importing vLLM takes seconds and loads torch; parsing one of its files takes milliseconds. The plugin also learns the
+keys of a vLLM that is newer than itself.
 """
 
 import ast
@@ -9,38 +9,45 @@ import functools
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from vllm_specplus.config.errors import SpecPlusConfigError, schema_refusal
+from vllm_specplus.config.errors import SpecPlusConfigError, schema_error
 
 CONFIG_FILE = "config/speculative.py"
 QUANTIZATION_FILE = "model_executor/layers/quantization/__init__.py"
+ATTENTION_FILE = "v1/attention/backends/registry.py"
 _BOUNDS = ("ge", "gt", "le", "lt")
 _SIMPLE: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict}
 
 
 class _NotSimpleError(Exception):
-    """An annotation that names a type of vLLM's own: the value is left for vLLM to judge."""
+    """An annotation names a type of vLLM's own, so the value is left for vLLM to judge."""
 
 
 @dataclass(frozen=True)
 class StockKey:
-    """One field of vLLM's ``SpeculativeConfig``: its type (``Any`` when it is not a simple one),
-    its numeric bounds by pydantic's names, and its default (None when it is not a literal)."""
+    """One field of vLLM's ``SpeculativeConfig``.
+
+    type: ``Any`` where it is not a simple one. bounds: numeric, by pydantic's names. default: None where it is not a
+    literal. summary: the first sentence of vLLM's own documentation of it.
+    """
 
     type: Any
     bounds: Mapping[str, Any] = field(default_factory=dict)
     default: Any = None
+    summary: str = ""
 
     def parse(self, what: str, value: Any) -> Any:
-        """`value` as vLLM's pydantic would read it (lax: ``"False"`` is a bool).
+        """Read `value` as vLLM's pydantic does: ``"False"`` is a bool.
 
-        Raises SpecPlusConfigError, naming `what`, where vLLM would refuse the value.
+        Raises:
+            SpecPlusConfigError: vLLM would refuse the value; the message begins with `what`.
         """
         if self.type is Any:
             return value
@@ -49,23 +56,28 @@ class StockKey:
         try:
             return adapter.validate_python(value)
         except ValidationError:
-            raise schema_refusal(what, value, adapter.json_schema()) from None
+            raise schema_error(what, value, adapter.json_schema()) from None
 
 
 @dataclass(frozen=True)
 class StockKeys:
-    """What one installed vLLM knows: keys, methods, its deprecated MTP names, quantizations."""
+    """What one installed vLLM knows.
+
+    mtp_methods: ``mtp`` and vLLM's deprecated names for it. attention_backends: empty where they cannot be read.
+    """
 
     keys: Mapping[str, StockKey]
     methods: tuple[str, ...]
     mtp_methods: tuple[str, ...]
     quantizations: tuple[str, ...]
+    attention_backends: tuple[str, ...] = ()
 
 
 def stock_keys() -> StockKeys:
     """The keys of the vLLM that ``import vllm`` would load.
 
-    Raises SpecPlusConfigError when it is not installed or its source cannot be read.
+    Raises:
+        SpecPlusConfigError: vLLM is not installed, or its source cannot be read.
     """
     try:
         spec = importlib.util.find_spec("vllm")
@@ -81,31 +93,33 @@ def stock_keys() -> StockKeys:
 def read_stock_keys(package: Path) -> StockKeys:
     """Parse the vLLM package in the folder `package`.
 
-    Raises SpecPlusConfigError naming the file, and what is missing in it, when it cannot be read.
+    Raises:
+        SpecPlusConfigError: a file cannot be read; the message names it, and what is missing in it.
     """
     source = package / CONFIG_FILE
     tree = _parse(source)
-    literals = _literals(tree)
+    literals = _imported_literals(package, tree) | _literals(tree)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     body = classes.get("SpeculativeConfig")
     for name in ("SpeculativeMethod", "MTPModelTypes"):
         if not literals.get(name):
-            raise _unreadable(source, f"{name} is not there as expected")
+            raise _unreadable_error(source, f"{name} is not there as expected")
     if body is None:
-        raise _unreadable(source, "class SpeculativeConfig is not there")
+        raise _unreadable_error(source, "class SpeculativeConfig is not there")
     source = package / QUANTIZATION_FILE
     quantizations = _literals(_parse(source)).get("QuantizationMethods")
     if not quantizations:
-        raise _unreadable(source, "QuantizationMethods is not there as expected")
+        raise _unreadable_error(source, "QuantizationMethods is not there as expected")
     return StockKeys(
         keys=MappingProxyType(_fields(body, literals)),
         methods=literals["SpeculativeMethod"],
         mtp_methods=literals["MTPModelTypes"],
         quantizations=quantizations,
+        attention_backends=_attention_backends(package),
     )
 
 
-def _unreadable(source: Path, why: str) -> SpecPlusConfigError:
+def _unreadable_error(source: Path, why: str) -> SpecPlusConfigError:
     return SpecPlusConfigError(f"cannot check the speculative config: vLLM's {source} cannot be read: {why}")
 
 
@@ -113,7 +127,7 @@ def _parse(source: Path) -> ast.Module:
     try:
         return ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as problem:
-        raise _unreadable(source, str(problem)) from None
+        raise _unreadable_error(source, str(problem)) from None
 
 
 def _literals(tree: ast.Module) -> dict[str, tuple[str, ...]]:
@@ -127,6 +141,37 @@ def _literals(tree: ast.Module) -> dict[str, tuple[str, ...]]:
         except _NotSimpleError:
             continue
     return found
+
+
+def _imported_literals(package: Path, tree: ast.Module) -> dict[str, tuple[str, ...]]:
+    """The ``Literal[...]`` aliases that the module imports from files of vLLM's own config."""
+    found: dict[str, tuple[str, ...]] = {}
+    for node in tree.body:
+        if not (isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.config.")):
+            continue
+        source = package.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
+        if source.is_file():
+            literals = _literals(_parse(source))
+            names = [alias.name for alias in node.names]
+            found |= {name: literals[name] for name in names if name in literals}
+    return found
+
+
+def _attention_backends(package: Path) -> tuple[str, ...]:
+    """The members of vLLM's enum of attention backends; empty where it is not found."""
+    source = package / ATTENTION_FILE
+    if not source.is_file():
+        return ()
+    classes = {node.name: node for node in _parse(source).body if isinstance(node, ast.ClassDef)}
+    if "AttentionBackendEnum" not in classes:
+        return ()
+    return tuple(
+        target.id
+        for node in classes["AttentionBackendEnum"].body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    )
 
 
 def _literal_values(node: ast.expr, known: Mapping[str, tuple[str, ...]]) -> tuple[Any, ...]:
@@ -147,7 +192,7 @@ def _literal_values(node: ast.expr, known: Mapping[str, tuple[str, ...]]) -> tup
 def _fields(body: ast.ClassDef, literals: Mapping[str, tuple[str, ...]]) -> dict[str, StockKey]:
     rewritten = _rewritten_fields(body)
     fields: dict[str, StockKey] = {}
-    for node in body.body:
+    for node, after in pairwise([*body.body, ast.Pass()]):
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
         name = node.target.id
@@ -158,8 +203,15 @@ def _fields(body: ast.ClassDef, literals: Mapping[str, tuple[str, ...]]) -> dict
             kind = Any if name in rewritten else _type(node.annotation, literals)
         except _NotSimpleError:
             kind = Any
-        fields[name] = StockKey(kind, MappingProxyType(bounds), default)
+        fields[name] = StockKey(kind, MappingProxyType(bounds), default, _summary(after))
     return fields
+
+
+def _summary(node: ast.stmt) -> str:
+    """The first sentence of a field's documentation, which is the text that follows the field."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)):
+        return ""
+    return " ".join(node.value.value.split()).partition(". ")[0].rstrip(".")
 
 
 def _rewritten_fields(body: ast.ClassDef) -> set[str]:

@@ -1,25 +1,47 @@
 """vLLM's ``SpeculativeConfig`` with the plugin's options on it; pickled to the workers."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import SkipValidation, ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_specplus.config import HISTORY_METHODS, Resolved, SpecPlusConfigError, SpecPlusOptions
+from vllm_specplus.config import HISTORY_METHODS, Resolved, SpecPlusOptions
+from vllm_specplus.config.errors import config_error
 from vllm_specplus.config.keys import HYBRID_METHODS
 
-# Methods that need no draft model run as one that the model runner knows: on V1 vLLM's custom class, with what builds
-# the drafter; on V2 its n-gram match on the device, which asynchronous scheduling goes with.
+# A method without a draft model runs under the name of one that the model runner knows. On V1 that is vLLM's custom
+# class; on V2 it is vLLM's n-gram match on the device, which works with asynchronous scheduling.
 _V1_CARRIER = {"method": "custom_class", "model": "vllm_specplus.runners.v1.drafter.HistoryDrafter"}
 _V2_CARRIER = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
-# No slot is ever scheduled.
+# vLLM's schedule of widths by batch size; with this one it never schedules a slot.
 _NO_DRAFTS = {"num_speculative_tokens_per_batch_size": [(1, 1, 0)]}
+
+
+@contextmanager
+def _without_custom_class_warning(model: str | None) -> Iterator[None]:
+    """Drop vLLM's warning of an experimental custom class where that class is the plugin's own drafter."""
+
+    def is_other_line(record: logging.LogRecord) -> bool:
+        return "custom class" not in record.getMessage()
+
+    if model != _V1_CARRIER["model"]:
+        yield
+        return
+    vllm_logger = logging.getLogger(SpeculativeConfig.__module__)
+    vllm_logger.addFilter(is_other_line)
+    try:
+        yield
+    finally:
+        vllm_logger.removeFilter(is_other_line)
 
 
 @config
 class SpecPlusSpeculativeConfig(SpeculativeConfig):
-    """What vLLM sees of a config with plugin keys."""
+    """vLLM's config as it is built where plugin keys are used, with the plugin's options beside it."""
 
     if TYPE_CHECKING:
         num_speculative_tokens: int
@@ -27,16 +49,22 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
         parallel_drafting: bool
 
     specplus: SkipValidation[SpecPlusOptions] = None  # type: ignore[assignment]
-    """The plugin's own keys, resolved."""
+    """The plugin's options, resolved."""
     made_for_v2: bool = False
-    """The model runner that it was made for."""
+    """Whether it was made for Model Runner V2; the worker compares it with vLLM's choice."""
 
     @classmethod
-    def create(cls, resolved: Resolved, model_config: Any, parallel_config: Any, on_v2: bool) -> Self:
-        """Build the config that vLLM runs with, on Model Runner V2 or V1.
+    def create(cls, resolved: Resolved, model_config: Any, parallel_config: Any, *, on_v2: bool) -> Self:
+        """Build the config that vLLM runs with.
+
+        Args:
+            resolved: what the user's config means; its options are not None.
+            model_config: vLLM's, of the target model.
+            parallel_config: vLLM's, of the target model.
+            on_v2: whether Model Runner V2 is going to read the config, or V1.
 
         Raises:
-            SpecPlusConfigError: vLLM refuses what is left for it; the message is vLLM's.
+            SpecPlusConfigError: vLLM refuses one of its own keys; the message is vLLM's.
         """
         options = resolved.options
         assert options is not None
@@ -56,14 +84,21 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
                 target_parallel_config=parallel_config,
             )
         except ValidationError as error:
-            reasons = "; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())
-            raise SpecPlusConfigError(f"speculative_config: {reasons}") from None
+            raise config_error("; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())) from None
+        except NotImplementedError as error:
+            # vLLM takes the checkpoint for another kind than the method.
+            raise config_error(str(error)) from None
 
     def __post_init__(self) -> Any:
+        """Let vLLM check its keys; in a hybrid it sees the model's drafts alone.
+
+        Raises:
+            ValueError: the draft checkpoint does not suit the plugin's options.
+        """
         if self.specplus is None or not self.specplus.is_hybrid:
-            return super().__post_init__()
-        # vLLM ties the draft model's depth to the number of draft tokens; in a hybrid the model makes only
-        # the first num_model_steps of them.
+            with _without_custom_class_warning(self.model):
+                return super().__post_init__()
+        # vLLM wants a number of drafts that suits the head's layers. In a hybrid the head makes only num_model_steps.
         total, steps = self.num_speculative_tokens, self.specplus.num_model_steps
         assert steps is not None
         self.num_speculative_tokens = steps
@@ -78,7 +113,7 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
                 f"layers, so it must be at most {layers} or a multiple of it"
             ) from None
         if self.made_for_v2 and steps < total and self.use_multi_module_mtp():
-            # vLLM's speculator for it goes back over as many refused drafts as its modules make, and no more.
+            # vLLM's speculator for such heads goes back over as many rejected drafts as it has modules, and no more.
             raise ValueError(
                 f"num_model_steps={steps} is not allowed on Model Runner V2: the MTP head of {self.model!r} has "
                 f"several layers, so it must be 1 or num_speculative_tokens={total}; VLLM_USE_V2_MODEL_RUNNER=0 "
@@ -88,7 +123,7 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
         if self.method not in HYBRID_METHODS or self.parallel_drafting:
             raise ValueError(
                 f"mtp_strategy={self.specplus.mtp_strategy!r} is not allowed: {self.model!r} is no checkpoint for "
-                f"method {self.specplus.method!r}: vLLM takes it for {self.method!r}, which drafts in parallel or alone"
+                f"method {self.specplus.method!r}; vLLM takes it for {self.method!r}, which drafts in parallel or alone"
             )
         return result
 

@@ -41,10 +41,10 @@ class SuffixMatcher:
     def __init__(
         self,
         *,
-        max_tree_depth: int = 24,
-        max_cached_requests: int = 10000,
-        max_spec_factor: float = 1.0,
-        min_token_prob: float = 0.1,
+        max_tree_depth: int,
+        max_cached_requests: int,
+        max_spec_factor: float,
+        min_token_prob: float,
     ) -> None:
         if max_cached_requests < -1:
             raise ValueError(f"max_cached_requests={max_cached_requests} must be -1 (unlimited), 0 (none) or more")

@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from tests.e2e.engines import engine, speculative
 from vllm_specplus.engine.cpu_worker import SpecPlusCPUWorker
 from vllm_specplus.engine.speculative_config import SpecPlusSpeculativeConfig
+from vllm_specplus.runners.v1.samplers import StrategyRejectionSampler, StrategySampler
 
 
 def parts(e: Any) -> dict[str, type]:
@@ -116,11 +117,31 @@ def test_a_plugin_config_leaves_nothing_behind(tiny: Path, draft: Path) -> None:
         assert parts(e) == STOCK
 
 
-def test_without_a_strategy_the_verifier_is_stock(tiny: Path, draft: Path) -> None:
-    with engine(tiny, speculative("mtp_ngram", draft)) as e:
+@pytest.fixture
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a strategy vLLM verifies, as it does where its own verification is right."""
+    monkeypatch.setattr("vllm_specplus.engine.setup.default_strategy", lambda engine: None)
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "ngram"])
+def test_without_a_strategy_the_verifier_is_stock(proposer: str, trained: Path, draft: Path) -> None:
+    """vLLM's own verifier takes the plugin's drafts. Every request here is greedy, which it gets right on a CPU too."""
+    with engine(trained) as e:
+        expected = e.tokens()
+    with engine(trained, speculative(proposer, draft)) as e:
         found = parts(e)
+        assert e.tokens() == expected
+        assert 0 < e.counts().accepted < e.counts().drafted
     assert found["rejection_sampler"] is RejectionSampler
     assert found["sampler"] is Sampler
+
+
+def test_on_a_cpu_without_a_strategy_the_verifier_is_the_plugins(tiny: Path, draft: Path) -> None:
+    with engine(tiny, speculative("mtp_ngram", draft)) as e:
+        found = parts(e)
+    assert found["rejection_sampler"] is StrategyRejectionSampler
+    assert found["sampler"] is StrategySampler
 
 
 def test_no_speculation_at_all(tiny: Path) -> None:

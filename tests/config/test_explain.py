@@ -1,0 +1,104 @@
+"""What `vllm-specplus check --explain` says of each key."""
+
+from typing import Any
+
+import pytest
+
+from tests.config.helpers import HYBRID, MTP, NGRAM, pretend_arctic
+from tests.config.test_aliases import EXAMPLES
+from vllm_specplus.config import SpecPlusConfigError, SpecPlusOptions, resolve
+from vllm_specplus.config.explain import explain
+
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
+TOPP = MTP | {"verify_strategy": "topp"}
+
+
+@pytest.fixture(autouse=True)
+def _arctic_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_arctic(monkeypatch, True)
+
+
+def sentence(config: dict[str, Any], key: str) -> str:
+    lines = explain(config, resolve(config, strict=True))
+    assert len(lines) == len(config)
+    return lines[list(config).index(key)]
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "says"),
+    [
+        (MTP, "method", "is run by vLLM alone: the model's own MTP head drafts."),
+        (HYBRID, "method", "fills the first slots of a request"),
+        (NGRAM | {"max_ngram_size": 3}, "method", "an earlier match of the text's last tokens"),
+        ({"method": "naive"}, "method", "drafts nothing."),
+        ({"method": "naive", "num_speculative_tokens": 3}, "method", "reference text alone."),
+        (MTP, "num_speculative_tokens", "=4 gives each request 4 slots"),
+        (HYBRID, "num_speculative_tokens", "up to 4 slots"),
+        ({"method": "naive", "num_speculative_tokens": 0}, "num_speculative_tokens", "no slot"),
+        (HYBRID | {"num_model_steps": 2}, "num_model_steps", "runs the draft model 2 times a step"),
+        (MTP | {"num_model_steps": 4}, "num_model_steps", "makes anyway."),
+        (HYBRID, "mtp_strategy", "after the model's 1 from matches in the request's own text."),
+        (MTP | {"mtp_strategy": "with_suffix"}, "mtp_strategy", "suffix trees"),
+        (MTP | {"mtp_strategy": "default"}, "mtp_strategy", "as without this key."),
+        (MTP | {"draft_strategy": "with_ngram"}, "draft_strategy", "is a synonym of mtp_strategy, which fills"),
+        (HYBRID | {"max_ngram_size": 7}, "max_ngram_size", "the last 7 tokens"),
+        (HYBRID | {"prompt_lookup_min": 3}, "prompt_lookup_min", "no match of fewer than 3 tokens."),
+        (MTP | {"prompt_lookup_min": 3}, "prompt_lookup_min", "has no effect in this configuration."),
+        (HYBRID | {"match_override_len": 4}, "match_override_len", "where at least 4 tokens match."),
+        (HYBRID | {"match_override_len": 0}, "match_override_len", "keeps the model's drafts"),
+        (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, "suffix_decoding_max_cached_requests", "every past"),
+        (
+            SUFFIX | {"suffix_decoding_max_cached_requests": 0},
+            "suffix_decoding_max_cached_requests",
+            "no past answers.",
+        ),
+        (SUFFIX | {"suffix_decoding_max_cached_requests": 9}, "suffix_decoding_max_cached_requests", "keeps 9 past"),
+        (HYBRID | {"suffix_decoding_max_tree_depth": 9}, "suffix_decoding_max_tree_depth", "has no effect"),
+        (TOPP, "verify_strategy", "in the target's nucleus"),
+        (MTP | {"verify_strategy": None}, "verify_strategy", "is the same as leaving it out."),
+        (TOPP | {"max_candidate_len": 5}, "max_candidate_len", "the 5 most likely"),
+        (TOPP | {"verify_window": 2}, "verify_window", "the next 2 drafts"),
+        (MTP | {"accept_policy": "reject_all"}, "accept_policy", "accepts no draft"),
+        (MTP | {"model": "org/head"}, "model", "is where vLLM finds the MTP head; this command does not look there."),
+        (NGRAM | {"model": "org/m"}, "model", "has no effect in this configuration: method ngram has no draft model."),
+        (MTP | {"quantization": "fp8"}, "quantization", 'as "fp8".'),
+        (
+            MTP | {"disable_padded_drafter_batch": True},
+            "disable_padded_drafter_batch",
+            "which says of this key: Disable",
+        ),
+        (
+            {"sp_type": "deterministic", "gen_num_per_cycle": 3},
+            "sp_type",
+            'is RTP-LLM\'s name for method="ngram", which is run by vLLM alone',
+        ),
+        (
+            {"speculate_method": "mtp", "num_speculative_tokens": 1, "return_full_hidden_states": 1},
+            "return_full_hidden_states",
+            "is ignored",
+        ),
+    ],
+)
+def test_sentence(config: dict[str, Any], key: str, says: str) -> None:
+    assert says in sentence(config, key)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_each_key_of_each_example_has_a_line(example: dict[str, Any]) -> None:
+    config = example["given"]
+    try:
+        resolved = resolve(config, strict=True)
+    except SpecPlusConfigError:
+        return
+    lines = explain(config, resolved)
+    assert len(lines) == len(config)
+    for key, line in zip(config, lines, strict=True):
+        assert line.startswith(f"{key}=")
+        assert line.endswith(".")
+        assert "\n" not in line
+
+
+def test_each_option_has_a_sentence_of_its_own() -> None:
+    from vllm_specplus.config.explain import _EFFECTS
+
+    assert set(SpecPlusOptions.model_fields) <= set(_EFFECTS)

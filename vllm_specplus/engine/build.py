@@ -1,0 +1,36 @@
+"""Builds the config that vLLM runs with, and puts the plugin's worker and its check of requests into the engine."""
+
+from vllm import envs
+from vllm.logger import init_logger
+
+from vllm_specplus.engine.setup import WORKERS, EngineSetup
+from vllm_specplus.engine.speculative_config import SpecPlusSpeculativeConfig
+from vllm_specplus.requests import check as request_check
+
+logger = init_logger("vllm.specplus")
+
+
+def speculative_config(setup: EngineSetup) -> SpecPlusSpeculativeConfig:
+    """vLLM's config with the plugin's options on it.
+
+    Raises:
+        SpecPlusConfigError: vLLM refuses one of its own keys.
+    """
+    return SpecPlusSpeculativeConfig.create(
+        setup.resolved, setup.model_config, setup.parallel_config, on_v2=setup.on_v2
+    )
+
+
+def set_worker(setup: EngineSetup) -> None:
+    """Have vLLM start the plugin's worker."""
+    setup.parallel_config.worker_cls = WORKERS[setup.device_type]
+
+
+def set_request_check(setup: EngineSetup) -> None:
+    """Have vLLM check what requests ask of the plugin, where it can."""
+    if setup.model_config.return_sampling_mask:
+        logger.info("what requests ask of vllm-specplus is ignored with return_sampling_mask=True")
+        return
+    if envs.VLLM_USE_RUST_FRONTEND:
+        logger.info("what requests ask of vllm-specplus is ignored by vLLM's Rust front end")
+    request_check.install(setup.model_config, drafts=setup.options.drafts_from_history)

@@ -1,0 +1,96 @@
+"""What the plugin cannot do in an engine: one function for each reason, which returns the error or None."""
+
+from collections.abc import Callable
+
+from vllm_specplus.config import SpecPlusConfigError
+from vllm_specplus.config.errors import config_error
+from vllm_specplus.engine.setup import WORKERS, EngineSetup
+
+
+def refuse(setup: EngineSetup) -> None:
+    """Raise SpecPlusConfigError for the first reason why this engine cannot run."""
+    for find_error in _REASONS:
+        if error := find_error(setup):
+            raise error
+
+
+def _platform_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    if setup.device_type in WORKERS:
+        return None
+    return config_error(
+        f"platform {setup.device_type!r} is not supported by vllm-specplus: it runs on {', '.join(WORKERS)}"
+    )
+
+
+def _worker_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    current = setup.parallel_config.worker_cls
+    if current in ("auto", WORKERS[setup.device_type]):
+        return None
+    return SpecPlusConfigError(
+        f"worker_cls={current!r} is not allowed with keys of vllm-specplus, which has a worker of its own: "
+        "leave it unset"
+    )
+
+
+def _watermark_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    if setup.args.watermark_config is None:
+        return None
+    return config_error(
+        "keys of vllm-specplus are not allowed with a watermark: vLLM's own drafting and verification put it in; "
+        "leave one of them out"
+    )
+
+
+def _sharded_sampling_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    is_sharded = setup.on_v2 and setup.parallel_config.enable_batch_sharded_sampling
+    if not is_sharded or not setup.options.drafts_from_history:
+        return None
+    return config_error(
+        "enable_batch_sharded_sampling=True is not allowed where vllm-specplus drafts: "
+        "each worker would know the accepted drafts of its own requests only"
+    )
+
+
+def _noise_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    strategy = setup.options.verify_strategy
+    if not setup.on_v2 or strategy is None or not setup.model_config.use_fp64_gumbel:
+        return None
+    return config_error(
+        f"verify_strategy={strategy!r} is not allowed with use_fp64_gumbel=True: the strategy's noise is float32"
+    )
+
+
+def _pipeline_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    size = setup.parallel_config.pipeline_parallel_size
+    if size == 1 or not setup.options.drafts_from_history:
+        return None
+    if not setup.on_v2:
+        return SpecPlusConfigError(
+            f"pipeline_parallel_size={size} is not allowed on Model Runner V1 where vllm-specplus drafts: leave it at 1"
+        )
+    if setup.args.async_scheduling is False:
+        return SpecPlusConfigError(
+            f"async_scheduling=False is not allowed with pipeline_parallel_size={size} where vllm-specplus drafts: "
+            "vLLM would schedule drafts before it has the token that they follow; leave it unset"
+        )
+    return None
+
+
+def _async_scheduling_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    if not setup.args.async_scheduling or setup.on_v2 or not setup.options.drafts_from_history:
+        return None
+    return SpecPlusConfigError(
+        "async_scheduling=True is not allowed: vllm-specplus drafts on the host, which needs every token there first; "
+        "leave it unset"
+    )
+
+
+_REASONS: tuple[Callable[[EngineSetup], SpecPlusConfigError | None], ...] = (
+    _platform_error,
+    _worker_error,
+    _watermark_error,
+    _sharded_sampling_error,
+    _noise_error,
+    _pipeline_error,
+    _async_scheduling_error,
+)

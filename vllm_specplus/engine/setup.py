@@ -1,0 +1,114 @@
+"""What the plugin knows of an engine before vLLM builds it: platform, model runner, and the rule that verifies."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from vllm import envs, triton_utils
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_specplus.config import Resolved, SpecPlusOptions
+from vllm_specplus.config.errors import show
+from vllm_specplus.config.keys import NAIVE, VerifyStrategy
+from vllm_specplus.config.rules import chooses_vllm_verifier
+
+logger = init_logger("vllm.specplus")
+
+WORKERS = {
+    "cpu": "vllm_specplus.engine.cpu_worker.SpecPlusCPUWorker",
+    "cuda": "vllm_specplus.engine.worker.SpecPlusWorker",
+}
+"""The plugin's worker for each platform it runs on."""
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """One engine that is about to be built with plugin keys.
+
+    resolved: the speculative config; its options are not None. device_type: vLLM's name of the platform.
+    on_v2: whether vLLM is going to choose Model Runner V2.
+    """
+
+    args: EngineArgs
+    resolved: Resolved
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    device_type: str
+    on_v2: bool
+
+    @classmethod
+    def read(
+        cls, args: EngineArgs, resolved: Resolved, model_config: ModelConfig, parallel_config: ParallelConfig
+    ) -> Self:
+        """Read the platform, and work out the model runner."""
+        on_v2 = _runs_on_v2(args, resolved)
+        return cls(args, resolved, model_config, parallel_config, current_platform.device_type, on_v2)
+
+    @property
+    def options(self) -> SpecPlusOptions:
+        """The plugin's options."""
+        assert self.resolved.options is not None
+        return self.resolved.options
+
+
+def default_strategy(setup: EngineSetup) -> VerifyStrategy | None:
+    """The strategy for an engine whose config names none; None: vLLM's own verification.
+
+    On a CPU, vLLM's rejection sampling on Model Runner V1 reads memory that nothing wrote. So the plugin's lossless
+    rule for the drafts takes its place. V2's own verification is right everywhere.
+    """
+    options = setup.options
+    if options.verify_strategy is not None or setup.device_type != "cpu" or setup.on_v2:
+        return None
+    if not options.num_speculative_tokens or chooses_vllm_verifier(setup.resolved.vllm):
+        return None
+    has_sampled_drafts = options.is_hybrid and setup.resolved.vllm.get("draft_sample_method") == "probabilistic"
+    return "rejection" if has_sampled_drafts else "target_match"
+
+
+def with_default_strategy(setup: EngineSetup) -> EngineSetup:
+    """The engine with the strategy that it needs where the user named none."""
+    strategy = default_strategy(setup)
+    if strategy is None:
+        return setup
+    logger.info(
+        "verify_strategy=%s is set, which is lossless: on a CPU vLLM's own rejection sampling reads memory that "
+        "nothing wrote, and gives wrong tokens",
+        show(strategy),
+    )
+    options = setup.options.model_copy(update={"verify_strategy": strategy})
+    return replace(setup, resolved=replace(setup.resolved, options=options))
+
+
+def _runs_on_v2(args: EngineArgs, resolved: Resolved) -> bool:
+    """Whether vLLM is going to choose Model Runner V2; the worker checks that it did.
+
+    vLLM decides later, from its whole config. That config holds the speculative config, which depends on the runner.
+    """
+    choice = envs.VLLM_USE_V2_MODEL_RUNNER
+    if choice is not None:
+        return choice
+    needs_v1 = (
+        resolved.vllm.get("parallel_drafting"),
+        resolved.vllm.get("use_heterogeneous_vocab"),
+        args.distributed_executor_backend == "external_launcher" and args.pipeline_parallel_size > 1,
+        args.enable_dbo,
+    )
+    return triton_utils.HAS_TRITON and not any(needs_v1)
+
+
+def reason_for_synchronous_scheduling(setup: EngineSetup) -> str | None:
+    """Why asynchronous scheduling is off where the user leaves it open; None: vLLM decides."""
+    options = setup.options
+    if options.drafts_from_history and setup.parallel_config.pipeline_parallel_size > 1:
+        return None
+    if options.drafts_from_history and not setup.on_v2:
+        return "drafting needs the complete history on the host"
+    if options.matches_suffixes:
+        return "suffix trees are on the host and draft more with every token there"
+    if options.method == NAIVE and options.num_speculative_tokens:
+        return "requests without a reference draft nothing, and their slots would be run"
+    return None
