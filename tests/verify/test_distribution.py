@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_specplus.verify import VerifyOutput, torch_backend, verify_draft_tokens
+from vllm_specplus.verify.noise import gumbel_noise, noise_keys
 
 NUM_SEEDS = 20_000
 VOCAB = 12
@@ -93,8 +94,8 @@ def test_power_against_a_fresh_draw_after_rejection(monkeypatch: pytest.MonkeyPa
     scan = torch_backend._scan
 
     def draw_again(inputs, layout, drafts, accepted, emitted):
-        later = replace(inputs, positions=inputs.positions + 1000)
-        return scan(later, layout, drafts, accepted, None)
+        keys = noise_keys(inputs.seeds[layout.request], inputs.positions + 1000)
+        return scan(inputs, replace(layout, noise_key=keys), drafts, accepted, torch.full_like(emitted, -1))
 
     monkeypatch.setattr(torch_backend, "_scan", draw_again)
     # The statistic moves from 3.4 to 4898.
@@ -106,8 +107,7 @@ def test_power_against_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The first tokens cannot show it; the second ones, given the first, do.
     """
-    noise = torch_backend.gumbel_noise
-    monkeypatch.setattr(torch_backend, "gumbel_noise", lambda seeds, p, size: noise(seeds, p * 0, size))
+    monkeypatch.setattr(torch_backend, "noise_keys", lambda seeds, positions: noise_keys(seeds, positions * 0))
     assert chi_squared(first_tokens(), target(0)) > LIMIT
     # The statistic moves from 0.8 to 2425.
     assert chi_squared(second_tokens(), target(1)) < LIMIT / 1000
@@ -162,10 +162,12 @@ def test_rejection_accepts_as_often_as_the_distributions_overlap() -> None:
 def test_power_against_sampling_the_target_after_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: what follows a rejection is sampled from p, not from max(p - q, 0)."""
 
-    def from_target(inputs, layout, rows, nucleus, noise, rejected):
-        return torch_backend._sample(nucleus, noise)
+    sample = torch_backend._sample_nucleus
 
-    monkeypatch.setattr(torch_backend, "_sample_residual", from_target)
+    def from_target(inputs, rows, numbers, rejected):
+        return sample(inputs, rows, numbers, torch.full_like(rejected, -1))
+
+    monkeypatch.setattr(torch_backend, "_sample_nucleus", from_target)
     # The statistics move from 6.8 and 3.5 to 5097 and 2081.
     assert chi_squared(reject(False).token_ids[:, 0], target(0)) < LIMIT / 1000
     assert chi_squared(reject(True).token_ids[:, 0], target(0)) < LIMIT / 1000
@@ -189,13 +191,14 @@ def test_topp_emits_the_renormalised_candidates(monkeypatch: pytest.MonkeyPatch)
     assert chi_squared(tokens(), target(0, size=4)) > LIMIT
     # Bug: what falls outside the candidates goes to the likeliest token. The statistic moves from
     # 3.5 to 416.
-    sample = torch_backend._sample
+    sample = torch_backend._sample_nucleus
 
-    def to_the_first(nucleus, noise):
-        drawn = (nucleus.z + noise).argmax(dim=1)
-        return torch.where(drawn == sample(nucleus, noise), drawn, nucleus.z.argmax(dim=1))
+    def to_the_first(inputs, rows, numbers, rejected):
+        noise = gumbel_noise(inputs.seeds[rows.request], inputs.positions[numbers], VOCAB)
+        drawn = (rows.z[:, :VOCAB] + noise).argmax(dim=1)
+        return torch.where(drawn == sample(inputs, rows, numbers, rejected), drawn, rows.z.argmax(dim=1))
 
-    monkeypatch.setattr(torch_backend, "_sample", to_the_first)
+    monkeypatch.setattr(torch_backend, "_sample_nucleus", to_the_first)
     assert chi_squared(tokens(), target(0, size=4)) < LIMIT / 1000
 
 

@@ -10,7 +10,15 @@ import scipy.stats
 import torch
 
 from vllm_specplus.verify import noise
-from vllm_specplus.verify.noise import _hash, _uniform, acceptance_uniform, gumbel_noise
+from vllm_specplus.verify.noise import (
+    _hash,
+    _uniform,
+    acceptance_uniform,
+    gumbel_noise,
+    log_uniform_bound,
+    noise_keys,
+    token_noise,
+)
 
 SEEDS = [0, 1, -1, 42, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -(2**63), 123456789012345678]
 POSITIONS = [0, 1, 5, 17, 1023, 131071, 2**20, 2**31 - 1, 2**31, 2**33 + 3]
@@ -73,6 +81,21 @@ def test_noise_depends_on_seed_position_and_token_alone() -> None:
         alone = gumbel_noise(seeds[i : i + 1], positions[i : i + 1], 333)
         assert torch.equal(alone[0], ours[i])
     assert len({tuple(row.tolist()) for row in ours}) == len(SEEDS)
+
+
+def test_noise_of_some_tokens_is_that_of_all() -> None:
+    seeds, positions = torch.tensor(SEEDS), torch.tensor(POSITIONS)
+    tokens = torch.randint(VOCAB, (len(SEEDS), 7), generator=torch.Generator().manual_seed(0))
+    ours = token_noise(noise_keys(seeds, positions), tokens)
+    assert torch.equal(ours, gumbel_noise(seeds, positions, VOCAB).gather(1, tokens))
+
+
+def test_bound_is_never_below_the_noise() -> None:
+    seeds, positions = torch.arange(40) * 2**33 - 7, torch.arange(40) * 3
+    noise = gumbel_noise(seeds, positions, 50_000)
+    excess = -log_uniform_bound(noise_keys(seeds, positions), 50_000) - noise
+    assert excess.min() > 5e-5
+    assert excess[noise > 5].max() < 0.01
 
 
 def test_noise_is_gumbel_distributed_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The torch backend returns exactly what the specification says."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import HealthCheck, event, example, given, settings
@@ -13,6 +15,7 @@ from vllm_specplus.verify import (
     verify_draft_tokens,
 )
 from vllm_specplus.verify.noise import gumbel_noise
+from vllm_specplus.verify.nucleus import _falling_order
 
 from .cases import DRAWN_AT_INFINITY, ROW_KINDS, UNDRAWN_AT_INFINITY, Shape, assert_same, make_case
 
@@ -71,6 +74,66 @@ def test_chunks_do_not_show(strategy: str, monkeypatch: pytest.MonkeyPatch) -> N
     for elements in (1, 250, 1000):
         monkeypatch.setattr(torch_backend, "_CHUNK_ELEMENTS", elements)
         assert_same(torch_backend.verify(inputs), whole)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("filters", [set(), {"top_p"}, {"top_k"}, {"min_p"}, {"top_p", "top_k", "min_p"}])
+def test_rows_of_several_thousand_tokens(strategy: str, filters: set[str]) -> None:
+    """Rows of many blocks, most of which bounds leave unread; greedy and sampled requests in one batch."""
+    temperatures: list[float] = []
+    for seed in range(4):
+        shape = Shape(
+            counts=[3, 2, 1, 3],
+            vocab_size=5000 + seed,
+            dtype=torch.float32,
+            strategy=strategy,
+            policy="normal",
+            window=1,
+            max_candidate_len=None,
+            kinds=["normal", "peaked", "tied", "wide", "partly_nan", "all_masked", "infinite"],
+            filters=filters,
+            seed=seed,
+            with_draft_logits=seed % 2 == 1,
+        ).consistent()
+        inputs = make_case(shape)
+        temperatures += inputs.temperature.tolist()
+        assert_same(torch_backend.verify(inputs), reference.verify(inputs))
+    assert 0 < temperatures.count(0.0) < len(temperatures)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [-0.0, 0.0, -0.0],
+        [0.0, 0.0, 1e-40],
+        [math.inf, 0.0, math.inf],
+        [-math.inf] * 3,
+        [math.nan, 5.0, 5.0],
+        [math.nan] * 3,
+    ],
+)
+@pytest.mark.parametrize("vocab_size", [3, 64, 1500])
+def test_largest_logit(row: list[float], vocab_size: int) -> None:
+    """The first of the largest logits, which may lie in the last block or be followed by equals."""
+    for start in (0, vocab_size - 3):
+        logits = torch.full((2, vocab_size), -math.inf)
+        logits[0, start : start + 3] = torch.tensor(row)
+        logits[1, -1] = 0.0
+        out = verify_draft_tokens(
+            logits, torch.tensor([0, 1, 2]), torch.full((2,), -1), torch.zeros(2), strategy="rejection"
+        )
+        expected = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(dim=1)
+        assert out.token_ids[:, 0].tolist() == expected.tolist()
+
+
+def test_wide_nucleus_is_ordered_by_value_then_by_id() -> None:
+    """numpy sorts wide rows on a CPU: the order is that of torch's stable sort."""
+    g = torch.Generator().manual_seed(0)
+    z = torch.stack([torch.randn(3000, generator=g) * 3, torch.randn(3000, generator=g).round(), torch.zeros(3000)])
+    z[2, ::2] = -0.0
+    z[1, 7], z[0, 5:9] = math.inf, -math.inf
+    expected = z.sort(dim=1, descending=True, stable=True).indices
+    assert torch.equal(_falling_order(z), expected)
 
 
 def test_flat_row_of_a_large_vocabulary() -> None:

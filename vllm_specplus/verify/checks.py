@@ -5,6 +5,7 @@ accelerator that would make the host wait for the device.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -133,13 +134,13 @@ def _row_numbers(logits: torch.Tensor) -> torch.Tensor:
 
 def _width(cu: torch.Tensor, max_rows: int | None) -> int:
     """Columns of the output; without `max_rows` the device is asked once."""
+    on_cpu = cu.device.type == "cpu"
+    longest = max((end - start for start, end in pairwise(cu.tolist())), default=0) if on_cpu or max_rows is None else 0
     if max_rows is None:
-        return int((cu[1:] - cu[:-1]).max()) if cu.shape[0] > 1 else 0
+        return longest
     _check_integer("max_rows", max_rows, 1)
-    if cu.device.type == "cpu" and cu.shape[0] > 1:
-        longest = int((cu[1:] - cu[:-1]).max())
-        if longest > max_rows:
-            raise ValueError(f"max_rows is {max_rows}; a request has {longest} rows")
+    if longest > max_rows:
+        raise ValueError(f"max_rows is {max_rows}; a request has {longest} rows")
     return max_rows
 
 
@@ -185,8 +186,9 @@ def _check_values(
     top_k: torch.Tensor | None,
     min_p: torch.Tensor | None,
 ) -> None:
-    if cu[0] != 0 or cu[-1] != rows or bool((cu[1:] < cu[:-1]).any()):
-        raise ValueError(f"cu_num_rows is {cu.tolist()}; allowed: never falling, from 0 to {rows}, the rows of logits")
+    starts = cu.tolist()
+    if starts[0] != 0 or starts[-1] != rows or any(b < a for a, b in pairwise(starts)):
+        raise ValueError(f"cu_num_rows is {starts}; allowed: never falling, from 0 to {rows}, the rows of logits")
     _check_range("temperature", temperature, 0.0, torch.finfo(torch.float32).max)
     _check_range("top_p", top_p, 0.0, 1.0)
     _check_range("top_k", top_k, -1, float("inf"))
@@ -194,9 +196,10 @@ def _check_values(
 
 
 def _check_range(name: str, values: torch.Tensor | None, least: float, most: float) -> None:
-    if values is None:
+    if values is None or values.numel() == 0:
         return
-    # Written so that NaN is outside.
-    outside = values[~((values >= least) & (values <= most))]
-    if outside.numel():
+    # The extremes are NaN where a value is, and a comparison with NaN is false.
+    low, high = (value.item() for value in values.aminmax())
+    if not least <= low <= high <= most:
+        outside = values[~((values >= least) & (values <= most))]
         raise ValueError(f"{name} holds {outside[0].item()}; allowed: {least} to {most}")

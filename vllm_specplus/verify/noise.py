@@ -15,6 +15,8 @@ torch has little arithmetic for uint32; int32 has the same bits, and its additio
 left shifts wrap alike. Only the right shift needs care.
 """
 
+from functools import lru_cache
+
 import torch
 
 _KEY_MUL_1 = 0xCC9E2D51 - (1 << 32)
@@ -31,6 +33,7 @@ _SMALLEST_UNIFORM = 4.6566127342e-10  # a zero would accept a draft of no probab
 
 _SMALLEST_SURVIVAL = 2.0**-24  # keeps log(1 - u) finite where u rounds to 1
 _SERIES_BELOW = 0.25
+_BOUND_SCALE = (1 - 2.0**-13) * 2.0**-32
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -48,6 +51,49 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
         and of nothing else.
     """
     return _gumbel(_uniform(_hash(seeds, positions, vocab_size)))
+
+
+def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """``[n]`` int32: what rows bring into the hash of their noise, of seeds and positions as for `gumbel_noise`."""
+    # The two halves of each number, the lower one first.
+    halves = torch.stack((seeds, positions)).view(torch.int32)
+    words = torch.stack((halves[0, ::2], halves[0, 1::2], halves[1, ::2]))
+    prefix = torch.zeros_like(words[0])
+    for key in _rotated_key(words):
+        prefix = _rotate_left(prefix, 13).bitwise_xor_(key).mul_(5).add_(_HASH_ADD)
+    return _rotate_left(prefix, 13)
+
+
+def token_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The noise of some tokens alone: what `gumbel_noise` has for them.
+
+    Args:
+        keys: ``[n]`` int32, of `noise_keys`.
+        token_ids: ``[n, m]`` int64.
+
+    Returns:
+        ``[n, m]`` float32.
+    """
+    h = _unfinished_hash(keys, _rotated_key(token_ids.to(torch.int32)))
+    return _gumbel(_uniform(_finish_hash(h)))
+
+
+def log_uniform_bound(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """log(u) or slightly less, of the uniform number u that the noise of each token is made of.
+
+    The noise is -log(-log(1 - u)), so it is at most -log(u), and comes close to that where it is large. This takes a
+    third of the noise's time. The hash lacks its last step here, which moves u by less than 2^-14 of itself.
+
+    Args:
+        keys: ``[n]`` int32, of `noise_keys`.
+        vocab_size: number of token ids.
+
+    Returns:
+        ``[n, vocab_size]`` float32.
+    """
+    u = _unfinished_hash(keys, _token_keys(vocab_size, keys.device)).view(torch.uint32).to(torch.float32)
+    half = torch.tensor(_BOUND_SCALE / 2, device=u.device)
+    return torch.add(half, u, alpha=_BOUND_SCALE, out=u).log_()
 
 
 def acceptance_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -81,18 +127,37 @@ def _split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _hash(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Murmur3 (x86, 32 bits) of seed, position and token id: ``[n, vocab_size]`` int32."""
-    prefix = torch.zeros_like(seeds, dtype=torch.int32)
-    for word in (_low_word(seeds), _low_word(seeds >> 32), _low_word(positions)):
-        prefix = _mix(prefix, _scramble(word))
-    token_keys = _scramble(torch.arange(vocab_size, dtype=torch.int32, device=seeds.device))
-    h = _mix(prefix[:, None], token_keys[None, :])
-    h ^= _KEY_BYTES
-    h ^= _shift_right(h, 16)
-    h *= _FINAL_MUL_1
-    h ^= _shift_right(h, 13)
-    h *= _FINAL_MUL_2
-    h ^= _shift_right(h, 16)
+    h = _unfinished_hash(noise_keys(seeds, positions), _token_keys(vocab_size, seeds.device))
+    return _finish_hash(h)
+
+
+def _unfinished_hash(keys: torch.Tensor, token_keys: torch.Tensor) -> torch.Tensor:
+    """``[n, m]`` int32: the hash before its last step.
+
+    `token_keys`: int32, ``[m]`` or ``[n, m]``, rotated as `keys` are. Rotation goes through an exclusive or.
+    """
+    h = torch.bitwise_xor(keys[:, None], token_keys)
+    h = torch.add(torch.tensor(_HASH_ADD, dtype=torch.int32, device=h.device), h, alpha=5, out=h)
+    h.bitwise_xor_(_KEY_BYTES)
+    shifted = torch.empty_like(h)
+    for shift, factor in ((16, _FINAL_MUL_1), (13, _FINAL_MUL_2)):
+        torch.bitwise_right_shift(h, shift, out=shifted).bitwise_and_((1 << (32 - shift)) - 1)
+        h.bitwise_xor_(shifted).mul_(factor)
     return h
+
+
+def _finish_hash(h: torch.Tensor) -> torch.Tensor:
+    return h.bitwise_xor_(_shift_right(h, 16))
+
+
+@lru_cache(maxsize=4)
+def _token_keys(vocab_size: int, device: torch.device) -> torch.Tensor:
+    """What each token id brings into the hash: ``[vocab_size]`` int32, the same in every step."""
+    return _rotated_key(torch.arange(vocab_size, dtype=torch.int32, device=device))
+
+
+def _rotated_key(word: torch.Tensor) -> torch.Tensor:
+    return _rotate_left(_rotate_left(word * _KEY_MUL_1, 15) * _KEY_MUL_2, 13)
 
 
 def _low_word(value: torch.Tensor) -> torch.Tensor:
@@ -108,14 +173,6 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x << bits).bitwise_or_(_shift_right(x, 32 - bits))
-
-
-def _scramble(key: torch.Tensor) -> torch.Tensor:
-    return _rotate_left(key * _KEY_MUL_1, 15) * _KEY_MUL_2
-
-
-def _mix(h: torch.Tensor, scrambled_key: torch.Tensor) -> torch.Tensor:
-    return _rotate_left(h ^ scrambled_key, 13).mul_(5).add_(_HASH_ADD)
 
 
 def _uniform(h: torch.Tensor) -> torch.Tensor:

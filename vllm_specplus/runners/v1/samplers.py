@@ -148,18 +148,23 @@ class StrategyRejectionSampler(RejectionSampler):
         Only strategy `rejection` uses ``draft_probs``; the others take drafts as one-hot.
         """
         draft_rows, bonus_rows = metadata.target_logits_indices, metadata.bonus_logits_indices
-        raw_bonus = logits[bonus_rows].to(torch.float32)
-        raw_target = logits[draft_rows].to(torch.float32)
-        bonus, target = raw_bonus, raw_target
-        if sampling_metadata.max_num_logprobs is not None and not self.is_processed_logprobs_mode:
-            # The processors work in place, and the logprobs are of the raw logits.
-            bonus, target = bonus.clone(), target.clone()
+        # Logprobs are of the raw logits, or are processed anew: the processors change their argument.
+        wants_logprobs = sampling_metadata.max_num_logprobs is not None
+        is_single = len(metadata.num_draft_tokens) == 1
+        if is_single:
+            processed = logits.to(torch.float32, copy=wants_logprobs)
+            target, bonus = processed[:-1], processed[-1:]
+        else:
+            target = logits.index_select(0, draft_rows).to(torch.float32)
+            bonus = logits.index_select(0, bonus_rows).to(torch.float32)
         bonus = self.sampler.apply_logits_processors(bonus, sampling_metadata, predict_bonus_token=True)
         target = self.apply_logits_processors(target, sampling_metadata, metadata)
-
-        processed = torch.empty_like(logits, dtype=torch.float32)
-        processed[draft_rows] = target
-        processed[bonus_rows] = bonus
+        if not is_single:
+            processed = torch.empty_like(logits, dtype=torch.float32)
+            processed.index_copy_(0, draft_rows.long(), target)
+            processed.index_copy_(0, bonus_rows.long(), bonus)
+        elif target.data_ptr() != processed.data_ptr() or bonus.data_ptr() != processed[-1:].data_ptr():
+            processed = torch.cat((target, bonus))
         drafts = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
         if not self._runner.specplus_is_padding:
             drafts[draft_rows] = metadata.draft_token_ids.long()
@@ -178,11 +183,13 @@ class StrategyRejectionSampler(RejectionSampler):
             row_probs,
         ).to(torch.int32)
 
-        if sampling_metadata.max_num_logprobs is None:
+        if not wants_logprobs:
             return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
         if self.is_processed_logprobs_mode:
             raw_target = self._processed_target(target, metadata, sampling_metadata)
             raw_bonus = self._processed_bonus(logits[bonus_rows], sampling_metadata)
+        else:
+            raw_target, raw_bonus = (logits[rows].to(torch.float32) for rows in (draft_rows, bonus_rows))
         logprobs = self._get_logprobs_tensors(
             sampling_metadata.max_num_logprobs, metadata, logits, raw_target, raw_bonus, tokens
         )
