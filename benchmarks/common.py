@@ -1,4 +1,4 @@
-"""What every benchmark reports besides its numbers: the machine, the versions, the JSON file."""
+"""The part of a report that all benchmarks share: the machine, the versions, the JSON file."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def gpu_environment() -> dict[str, Any]:
 
 
 def peak_rss_mb() -> float:
-    """The most memory that this process has held so far, in MB (Linux counts KiB)."""
+    """The largest resident memory of this process so far, in MB (Linux counts KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 

@@ -380,9 +380,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description="Steps to write an edited file, with the file as reference.")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--drafts", type=sizes, help="windows; default 4,16,64,128")
+    parser.add_argument("--drafts", type=sizes, help="drafts per step; default 4,16,64,128")
     parser.add_argument("--files", type=int, help="default 20")
-    parser.add_argument("--ngrams", type=sizes, default=[3, 16], help="shortest and longest window; default 3,16")
+    parser.add_argument("--ngrams", type=sizes, default=[3, 16], help="shortest and longest n-gram; default 3,16")
     parser.add_argument("--json", type=Path, help="write the results here as well")
     args = parser.parse_args(argv)
     args.drafts = args.drafts or ([4, 16] if args.quick else [4, 16, 64, 128])
@@ -410,7 +410,7 @@ def main(argv: list[str] | None = None) -> int:
         verdict = "met" if row["met"] else "not met"
         console.print(f"{row['name']}: {row['value']:.2f} (goal {row['limit']}): {verdict}")
     about = environment("numpy", "numba")
-    shown = f"{len(edits)} pairs, windows of {shortest} to {longest} tokens"
+    shown = f"{len(edits)} pairs, n-grams of {shortest} to {longest} tokens"
     console.print(f"{shown}; {about['cpu']}, load {about['load_average']:.1f}")
     if args.json:
         report = {"environment": about, "files": args.files, "ngrams": args.ngrams, "goals": rows}

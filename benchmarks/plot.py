@@ -1,8 +1,8 @@
-"""Draw what `verify.py` measured: time against batch, a panel for each vocabulary and setting.
+"""Draw the results of `verify.py`: time against batch, a panel for each vocabulary and setting.
 
     python benchmarks/plot.py benchmarks/results/verify-GPU.csv [--drafts 4] [--logits peaked] [--out FILE.svg]
 
-Points are medians, bars the quartiles, the dashed line the time in which the logits can be read at
+Points are medians, bars the quartiles, the dashed line the time to read the logits at
 the bandwidth of a copy. The file's ending chooses the format (svg, png, pdf). Needs the extra `plot`.
 """
 

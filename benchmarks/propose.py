@@ -1,4 +1,4 @@
-"""What one drafting step costs: our n-gram matcher, vLLM's `NgramProposer`, arctic's suffix cache.
+"""Cost of one drafting step: our n-gram matcher, vLLM's `NgramProposer`, arctic's suffix cache.
 
     python benchmarks/propose.py [--quick] [--contexts 1024,...] [--batches 1,...] [--json FILE]
 
@@ -11,9 +11,9 @@ The text: token ids by a Zipf law (exponent 1.1, 32,000 ids), in runs of 16 to 1
 followed with probability 0.4 by a passage of 8 to 64 tokens copied from before. Eight such
 streams are made; each request is one of them, rotated.
 
-Before and after a cell is timed, drafts of some of its requests are compared with a plain numpy
-search, and vLLM's drafts with its definition (it takes the earliest occurrence where we take the
-most recent, so the drafts themselves differ). A difference ends the run without numbers.
+Before and after a cell is timed, drafts of some of its requests are compared with a plain numpy search. vLLM's drafts
+are compared with its own definition: it takes the earliest occurrence where we take the most recent. A difference ends
+the run without numbers.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def make_batch(rng: np.random.Generator, context: int, batch: int, steps: int) -
 
 
 def occurrences(tokens: np.ndarray) -> tuple[int, np.ndarray]:
-    """The longest window that occurs before, and the ends of all its occurrences; plain search."""
+    """The size of the longest tail that occurs before, and the ends of all its occurrences; plain search."""
     last = len(tokens)
     for size in range(MAX_SIZE, MIN_SIZE - 1, -1):
         ends = np.arange(size, last)
@@ -138,7 +138,7 @@ def check(history: History, ours: list[list[int]], vllm: list[list[int]], batch:
         expected_vllm = expected[1][: len(tokens) - ends[0]] if size else []
         if ours[i] != expected[0] or vllm[i] != expected_vllm:
             raise AssertionError(
-                f"wrong drafts for request {i} of {batch} at {len(tokens)} tokens, window {size}: "
+                f"wrong drafts for request {i} of {batch} at {len(tokens)} tokens, n-gram size {size}: "
                 f"ours {ours[i]}, expected {expected[0]}; vLLM's {vllm[i]}, expected {expected_vllm}"
             )
 

@@ -3,7 +3,7 @@
     python benchmarks/suffix_async.py [--quick] [--drafts 4,8,16] [--depth N] [--factor X] [--json FILE]
 
 With synchronous scheduling the suffix trees know a step's tokens before it drafts. With asynchronous scheduling they
-know those of the step before: what they predict from these counts as far as it agrees with what came since
+know those of the step before. Their prediction is used as far as the tokens that came since agree with it
 (`kernels.drafts.continue_predictions`, here in plain Python). No model runs: true outputs are replayed, and a draft is
 accepted while it equals the output. As in an engine, each step gives one token more than it accepts, and the first one
 follows the prompt.
@@ -44,7 +44,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Text:
-    """A request: its tokens, where the output begins, and what the draft model would say at each place."""
+    """A request: its tokens, the length of its prompt, and the draft model's token at each place."""
 
     name: str
     token_ids: np.ndarray  # [N] int32
@@ -140,10 +140,10 @@ class Drafter:
         )
         self.matcher = SuffixMatcher(**options.suffix_matcher)
         self.seconds = 0.0
-        self._seen = 0
+        self._known = 0
 
     def start(self, text: Text) -> None:
-        self._seen = text.num_prompt
+        self._known = text.num_prompt
         self.matcher.retain([])
 
     def draft(self, text: Text, num_tokens: int) -> list[int]:
@@ -151,19 +151,19 @@ class Drafter:
         model = text.model[num_tokens : num_tokens + self.model_steps].tolist()
         if self.mode == "none":
             return model
-        seen = num_tokens if self.mode == "sync" else self._seen
-        # A copy with nothing behind, so that no text can be looked up before it is there.
+        known = num_tokens if self.mode == "sync" else self._known
+        # A copy without the tokens to come, so that no draft can be looked up in them.
         token_ids = np.full((1, len(text.token_ids)), -1, np.int32)
-        token_ids[0, :seen] = text.token_ids[:seen]
-        history = History([text.name], token_ids, np.array([seen]), np.array([text.num_prompt]))
+        token_ids[0, :known] = text.token_ids[:known]
+        history = History([text.name], token_ids, np.array([known]), np.array([text.num_prompt]))
         if self.mode == "sync":
             return self._from_all(history, model)
-        self._seen = num_tokens
+        self._known = num_tokens
         start = time.perf_counter()
         predicted = self.matcher.match(history, None, np.array([2 * self.num_drafts + 1])).to_lists()[0]
         self.seconds += time.perf_counter() - start
         # On the device, so not the host's time.
-        return continued(text.token_ids[seen:num_tokens].tolist(), predicted, model, self.num_drafts)
+        return continued(text.token_ids[known:num_tokens].tolist(), predicted, model, self.num_drafts)
 
     def _from_all(self, history: History, model: list[int]) -> list[int]:
         limits = np.array([self.num_drafts])
@@ -271,7 +271,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description="Steps of suffix drafting, synchronous and asynchronous.")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--drafts", type=sizes, help="windows; default 4,8,16")
+    parser.add_argument("--drafts", type=sizes, help="drafts per step; default 4,8,16")
     parser.add_argument("--depth", type=int, default=24, help="suffix_decoding_max_tree_depth; default 24")
     parser.add_argument("--factor", type=float, default=1.0, help="suffix_decoding_max_spec_factor; default 1")
     parser.add_argument("--files", type=int, help="texts of a pass; default 20")

@@ -1,20 +1,20 @@
-"""What verification of drafts costs on a GPU: our kernel, vLLM's V2 path, FlashInfer, plain torch.
+"""Cost of verifying drafts on a GPU: our kernel, vLLM's V2 path, FlashInfer, plain torch.
 
     python benchmarks/verify.py [--graph] [--vllm FOLDER] [--batches 1,...] [--json FILE] [--csv FILE]
     TRITON_INTERPRET=1 python benchmarks/verify.py --tiny    # on a CPU: does it run, is it right
 
 One cell is a batch of requests with K drafts each, so batch x (K + 1) rows of bfloat16 logits, and one
 setting of the sampling parameters (the same for all requests; temperature 0.8 unless greedy).
-`verify_cases.py` says how rows and drafts are made and what is checked; `verify_peers.py` what is
-called of vLLM and FlashInfer. The default is `peaked` rows everywhere, and `flat` ones too in
+`verify_cases.py` makes rows and drafts, and checks outputs; `verify_peers.py` calls vLLM and FlashInfer.
+The default is `peaked` rows everywhere, and `flat` ones too in
 the goals' cell.
 
 *Ours* is strategy `rejection`, the rule of vLLM's path; `target_match` and `topp` are our other
 rules for the same rows. *torch* is our torch backend, `rejection`. Under greedy all strategies are one.
 
-Every method is checked before it is timed, on as many batches as make up 16 requests (on a CPU on one
-batch). One that fails shows FAILED and no number, and the run exits with 1. One that cannot run here
-shows a dash and a footnote.
+Every method is checked before it is timed, on batches of 16 requests in all (on a CPU on one batch). A method
+that fails shows FAILED and no number, and the run exits with 1. A method that cannot run here shows a dash and a
+footnote.
 
 *Times.* Median and quartiles of single calls between two CUDA events. Before each call, the L2
 cache is filled with something else by reading 256 MiB, which also lets the host run ahead: some 100 µs
@@ -58,7 +58,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """What one line of the table measures."""
+    """One line of the table."""
 
     logits: str
     setting: str
@@ -114,7 +114,7 @@ class OurPath:
 
 
 def methods(vllm_root: Path | str) -> dict[str, Callable[[Case], Any]]:
-    """Each column's name, and what makes its call of a case: an object with `run` and `check`."""
+    """Each column's name and factory: of a case it makes an object with `run` and `check`."""
     return {
         HEADLINE: lambda case: OurPath(case, "rejection", BACKEND),
         "target_match": lambda case: OurPath(case, "target_match", BACKEND),

@@ -1,4 +1,4 @@
-"""Inputs of the verification benchmark, and what counts as a right answer.
+"""Inputs of the verification benchmark, and the test of a right answer.
 
 *Rows.* `peaked` is like a language model's: every token's logit is 16 - 1.1 ln(rank), a Zipf law over
 random ranks, except that one token of each row gets a share of the mass that is drawn from 0.4 to

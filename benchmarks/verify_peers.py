@@ -1,11 +1,11 @@
-"""vLLM's and FlashInfer's code for the same work, called as they call it, with what each of them needs checked.
+"""vLLM's and FlashInfer's code for the same work, called as they call it, and the check of each.
 
-*vLLM*: what `RejectionSampler` of its V2 runner does for a batch without logits processors, in the
+*vLLM*: the work of its V2 runner's `RejectionSampler` for a batch without logits processors, in the
 same order: the float32 copy, temperature, top-k and top-p of `Sampler.apply_sampling_params`, then
 `rejection_sample`; in chunks of requests whose float32 copy stays within 1 GiB, as there. Its
 functions are loaded from its files, which need be neither compiled nor installed. No `Sampler` is
-built, since that takes the whole configuration of an engine: what it keeps per request (parameters
-in host memory that the device reads, here in device memory) and asks of them on the host is left out.
+built, since that takes the whole configuration of an engine. Its state per request is left out: parameters
+in host memory that the device reads (here in device memory), and questions about them on the host.
 `vllm.platforms`, `vllm.triton_utils` and packages whose `__init__` would load the engine are replaced
 by stand-ins. Its sampling filter does not run under Triton's interpreter (a loop's index is a plain
 integer there), so settings with a filter are left out.
@@ -44,7 +44,7 @@ class UnavailableError(Exception):
 
 
 class _Platform:
-    """What vLLM's sampling code asks of its platform."""
+    """The members that vLLM's sampling code uses of its platform."""
 
     device_type = DEVICE
 

@@ -57,7 +57,7 @@ class Shape:
     dtype: torch.dtype
     strategy: str
     policy: str
-    window: int
+    verify_window: int
     max_candidate_len: int | None
     kinds: list[str]
     filters: set[str]
@@ -79,7 +79,7 @@ UNDRAWN_AT_INFINITY = Shape(
     dtype=torch.float32,
     strategy="rejection",
     policy="normal",
-    window=0,
+    verify_window=0,
     max_candidate_len=None,
     kinds=["normal", "infinite", "narrow"],
     filters=set(),
@@ -166,7 +166,7 @@ def make_case(shape: Shape) -> VerifyInputs:
         positions=torch.randint(0, 2**18, (num_rows,), generator=g),
         strategy=shape.strategy,
         policy=shape.policy,
-        verify_window=shape.window if shape.strategy == "topp" else 0,
+        verify_window=shape.verify_window if shape.strategy == "topp" else 0,
         max_candidate_len=shape.max_candidate_len if shape.strategy == "topp" else None,
         max_rows=None,
         draft_logits=make_draft_logits(logits, drafts, g).to(shape.dtype) if shape.with_draft_logits else None,

@@ -181,23 +181,23 @@ def test_topp_accepts_candidates() -> None:
     assert run([LOGS, LOGS], [1], max_candidate_len=1, **options) == [0]
 
 
-def test_topp_window() -> None:
+def test_topp_verify_window() -> None:
     options = {"strategy": "topp", "top_p": 0.1}  # the likeliest token is the one candidate
     rows = [LOGS] * 4
     assert run(rows, [1, 0, 0], **options) == [0]
     assert run(rows, [1, 0, 0], verify_window=1, **options) == [1, 0, 0, 0]
     assert run(rows, [1, 0, 0], verify_window=2, **options) == [1, 0, 0, 0]
-    # Third choice; a window that does not agree; one that would need a row past the drafts.
+    # Third choice; following drafts that are no first choices; too few following drafts.
     assert run(rows, [2, 0, 0], verify_window=1, **options) == [0]
     assert run(rows, [1, 0, 1], verify_window=2, **options) == [0]
     assert run(rows, [1, 0, -1], verify_window=2, **options) == [0]
     assert run(rows, [1, 0, 0], verify_window=3, **options) == [0]
-    # The run goes on after a window, and a second window may follow.
+    # The run goes on after a second choice, and another may follow.
     assert run([LOGS] * 5, [1, 0, 1, 0], verify_window=1, **options) == [1, 0, 1, 0, 0]
     # A bonus row holds no draft, whatever stands there.
     assert run(rows, [1, 0, 0], on_bonus_row=0, verify_window=3, **options) == [0]
     assert run(rows[:2], [1], on_bonus_row=0, verify_window=1, **options) == [0]
-    # Temperature 0 is greedy: no window.
+    # Temperature 0 is greedy: a second choice never passes.
     assert run(rows, [1, 0, 0], temperature=0.0, verify_window=1, **options) == [0]
 
 

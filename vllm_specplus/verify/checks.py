@@ -1,7 +1,7 @@
-"""Checks of the arguments of ``verify_draft_tokens``, and the defaults that need other arguments.
+"""Checks of the arguments of ``verify_draft_tokens``, and defaults that depend on other arguments.
 
-Shapes, dtypes and devices are always checked. Values are checked on the CPU only: on an
-accelerator that would make the host wait for the device.
+Shapes, dtypes and devices are always checked. Values are checked on the CPU only: on an accelerator the host would
+wait for the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,17 +41,17 @@ def make_inputs(
     draft_logits: torch.Tensor | None = None,
     draft_rows: torch.Tensor | None = None,
 ) -> VerifyInputs:
-    """Check everything that ``verify_draft_tokens`` was given and fill in what was not.
+    """Check the arguments of ``verify_draft_tokens`` and fill in its defaults.
 
     Raises:
-        TypeError: an argument is no tensor, no integer, or of a wrong dtype.
-        ValueError: a wrong shape, device, word or range.
+        TypeError: an argument is not a tensor, not an integer, or has a wrong dtype.
+        ValueError: an argument has a wrong shape, device, word or range.
     """
     check_choice("strategy", strategy, STRATEGIES)
     check_choice("policy", policy, POLICIES)
     _check_options(strategy, verify_window, max_candidate_len)
     if seeds is not None and positions is None:
-        raise ValueError("positions is None; it is required with seeds, which it is used with")
+        raise ValueError("positions is None; it is required with seeds, as both key the noise")
     given = {"cu_num_rows": cu_num_rows, "draft_token_ids": draft_token_ids}
     optional = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
     optional |= {"seeds": seeds, "positions": positions, "draft_rows": draft_rows}
@@ -111,10 +111,14 @@ def _check_draft_logits(
 ) -> None:
     if draft_logits is None:
         if draft_rows is not None:
-            raise ValueError("draft_rows is given without draft_logits, whose rows it names")
+            raise ValueError(
+                "draft_rows is given without draft_logits; allowed: both, as it names rows of draft_logits"
+            )
         return
     if strategy != "rejection":
-        raise ValueError(f"draft_logits is given with strategy {strategy!r}; allowed: 'rejection', which alone uses it")
+        raise ValueError(
+            f"draft_logits is given with strategy {strategy!r}; allowed: 'rejection', as no other strategy uses it"
+        )
     _check_tensor("draft_logits", draft_logits, _FLOAT_LOGITS, 2)
     allowed = (logits.shape[0] if draft_rows is None else max(draft_logits.shape[0], 1), logits.shape[1])
     if draft_logits.shape != allowed:

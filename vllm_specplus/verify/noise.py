@@ -1,18 +1,16 @@
 """Noise that depends on (seed, position, token id) alone, or on (seed, position).
 
-The hash of the Gumbel noise and the two logarithms are those of vLLM's V2 runner
-(``vllm/v1/worker/gpu/sample/gumbel.py``, ``murmur3_hash32``, ``murmur3_uniform32`` and
-``gumbel_noised_argmax`` at float32), restated in torch operations, so that a token drawn here is
-the token that vLLM's sampler draws from the same logits, seed and position. The uniform number that
-decides about a draft is Triton's ``tl.rand(seed, position)``, as in that runner's rejection
-sampling: Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+The hash of the Gumbel noise and the two logarithms are those of vLLM's V2 runner (``murmur3_hash32``,
+``murmur3_uniform32`` and ``gumbel_noised_argmax`` at float32 of ``vllm/v1/worker/gpu/sample/gumbel.py``), restated in
+torch operations. So the same logits, seed and position give the token that vLLM's sampler draws. A draft is judged by
+Triton's ``tl.rand(seed, position)``, as in that runner's rejection sampler: Philox-4x32-10 (Salmon et al. 2011,
+"Parallel random numbers: as easy as 1, 2, 3").
 
-What is guaranteed: the hashes and the uniform numbers made of them agree bit for bit. The Gumbel noise
-goes through the platform's ``log``, so it agrees to a few units in the last place, and the drawn
-token agrees unless two scores are that close.
+The hashes and the uniform numbers made of them agree bit for bit. The Gumbel noise goes through the platform's
+``log``, so it agrees to a few units in the last place. The drawn token agrees unless two scores are that close.
 
-torch has little arithmetic for uint32; int32 has the same bits, and its additions, products and
-left shifts wrap alike. Only the right shift needs care.
+torch has little arithmetic for uint32. int32 has the same bits, and its additions, products and left shifts wrap
+alike. Only the right shift needs care.
 """
 
 from functools import lru_cache
@@ -47,8 +45,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
         vocab_size: number of token ids.
 
     Returns:
-        ``[n, vocab_size]`` float32 in about [-2.82, 22.9], a function of (seed, position, token id)
-        and of nothing else.
+        ``[n, vocab_size]`` float32 in about [-2.82, 22.9], a function of (seed, position, token id) alone.
     """
     return _gumbel(_uniform(_hash(seeds, positions, vocab_size)))
 

@@ -1,8 +1,8 @@
-"""What verification means: one request after the other, one row after the other.
+"""The specification of verification: one request after the other, one row after the other.
 
-Every backend must return the tokens and the counts that :func:`verify` returns. A row is a row of
-target logits; ``z`` is that row divided by the request's temperature, in float32. Token ids are
-ordered by (z descending, id ascending), and every filter keeps the first so many of that order.
+Every backend must return the tokens and the counts that :func:`verify` returns. A row is a row of target logits; ``z``
+is that row divided by the request's temperature, in float32. Token ids are ordered by (z descending, id ascending).
+Every filter keeps a number of first tokens of that order.
 
 | strategy       | accepts a draft d iff                                  | emits       | lossless |
 |----------------|--------------------------------------------------------|-------------|----------|
@@ -22,31 +22,30 @@ ordered by (z descending, id ascending), and every filter keeps the first so man
 Lossless: the text follows the target's (truncated) distribution, whatever the drafts.
 (*) lossless at temperature 0, where every strategy is `greedy` and all text is the target's own.
 
-The nucleus: min-p keeps the tokens at least `min_p` times as likely as the likeliest, top-k the
-first k of those, top-p those whose predecessors hold less than `top_p` of what is then left. One
-token always stays. A sample is the argmax of z + noise (the lower id on a tie), with the noise of
+The nucleus: min-p keeps the tokens at least `min_p` times as likely as the likeliest. top-k keeps the first k of those.
+top-p keeps each token with less than `top_p` of the mass that is left ranked above it. One token always stays.
+
+A sample is the argmax of z + noise (the lower id on a tie), with the noise of
 `noise.gumbel_noise`, u that of `noise.acceptance_uniform`. `rejection` samples by log(p - q) + noise;
 without `draft_logits` that is z + noise over the nucleus without d. Where rounding leaves p above q
 nowhere it emits the first. q is the softmax of the draft logits divided by the temperature.
 
-Values that are no ordinary number: a NaN logit counts as -inf; a draft whose z is -inf, that is
-not in the vocabulary, or that stands on a bonus row is never accepted; a row of -inf alone emits
-token 0; logits of +inf share all the mass, and a sample takes the lowest id among them. A row of
-draft logits that is all -inf is no distribution: its draft was not sampled, and q(d) is 1.
+Infinities and NaN: a NaN logit counts as -inf. A draft is never accepted if its z is -inf, if it is not in the
+vocabulary, or if it stands on a bonus row. A row of -inf alone emits token 0. Logits of +inf share all the mass, and a
+sample takes the lowest id among them. A row of draft logits that is all -inf is no distribution: its draft was not
+sampled, and q(d) is 1.
 
-Arithmetic: z and z + noise are float32; masses are float64 sums of exp(z - max z) here and may be
-float32 in a backend. Backends must therefore agree whenever no mass lies within rounding of its threshold:
-1e-6 of the row's mass, and 2^-23 of it for each unit of max |z|, which is what rounding z comes to. They
-agree too where the sums are exact, as among equal logits. A weight within 1e-4 of itself of min_p may go
-either way likewise.
-A mass within rounding of the threshold may go either way; whichever way, what is emitted has been
-a candidate by the backend's own sums. Two logits that differ may have the same z; a backend may order
-them by the logits, which spares it a division. Likewise p(d) within rounding of u q(d), and scores of z or
-log(p - q) + noise within rounding of each other. A probability under 1e-30 may count as 0.
+Arithmetic: z and z + noise are float32. Masses are float64 sums of exp(z - max z) here and may be float32 in a backend.
+Backends must agree whenever no mass lies within rounding of its threshold: 1e-6 of the row's mass, and 2^-23 of it for
+each unit of max |z|, as z is rounded too. They agree too where the sums are exact, as among equal logits. Within
+rounding these may go either way: a mass and its threshold; p(d) and u q(d); two scores, z or log(p - q) + noise; a
+weight and min_p, if within 1e-4 of itself. Even then the emitted token is a candidate by the backend's own sums. Two
+logits that differ may have the same z; a backend may order them by the logits, which spares it a division. A
+probability under 1e-30 may count as 0.
 
-Sources: drafting and verifying, Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023
-(arXiv:2302.01318), which is `rejection`. `topp` and its window, the verification rule of PaddleNLP and FastDeploy.
-Sampling by a shared argmax of z + noise, the Gumbel-max trick, as in vLLM's V2 runner.
+Sources: drafting and verifying, Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318), which
+is `rejection`. `topp` and its `verify_window`: the verification rule of PaddleNLP and FastDeploy. Sampling by a shared
+argmax of z + noise: the Gumbel-max trick, as in vLLM's V2 runner.
 """
 
 import math
@@ -64,8 +63,8 @@ class Row:
 
     Attributes:
         order: all token ids, the likeliest first.
-        candidates: the first few of `order`; what the row emits is one of them.
-        score: what is sampled by, of each token that may be emitted.
+        candidates: first tokens of `order`; the row emits one of them.
+        score: z or log(p - q) + noise of each token that may be emitted; the best is emitted.
         draft: the draft under test, or None where there is none that could be accepted.
         passes: `rejection`: whether the draft under test is accepted.
     """
@@ -177,14 +176,14 @@ def softmax(values: list[float], tokens: list[int]) -> dict[int, float]:
 
 
 def weigh(values: list[float]) -> list[float]:
-    """exp(v - the largest of them); all 0 where every value is -inf."""
+    """exp(v - the largest value); all 0 where every value is -inf."""
     best = max(values)
     # exp(inf - inf) is no number, so those that tie with the best are weighed by hand.
     return [0.0 if v == -math.inf else 1.0 if v == best else math.exp(v - best) for v in values]
 
 
 def nucleus(values: list[float], order: list[int], top_p: float, top_k: int, min_p: float) -> list[int]:
-    """The first so many of `order` that min-p, then top-k, then top-p leave."""
+    """The first tokens of `order` that min-p, then top-k, then top-p leave."""
     best = values[order[0]]
     if best == -math.inf:
         return order[:1]
@@ -213,17 +212,17 @@ def accepts(inputs: VerifyInputs, rows: list[Row], greedy: bool) -> bool:
         return row.passes
     if greedy or inputs.strategy == "target_match":
         return row.draft == row.emits
-    return row.draft in row.candidates or window_accepts(inputs.verify_window, rows)
+    return row.draft in row.candidates or second_choice_passes(inputs.verify_window, rows)
 
 
-def window_accepts(window: int, rows: list[Row]) -> bool:
-    """The draft comes second in its row, and the next `window` drafts come first in theirs.
+def second_choice_passes(verify_window: int, rows: list[Row]) -> bool:
+    """Whether the draft comes second in its row, and the next `verify_window` drafts come first in theirs.
 
-    Those drafts need no word here: the first of the order is always a candidate.
+    Those drafts pass by themselves: the first of the order is always a candidate.
     """
-    row, following = rows[0], rows[1 : 1 + window]
+    row, following = rows[0], rows[1 : 1 + verify_window]
     return (
-        0 < window == len(following)
+        0 < verify_window == len(following)
         and row.draft in row.order[1:2]
         and all(after.draft == after.order[0] for after in following)
     )

@@ -1,11 +1,11 @@
-"""Verification in plain torch, on any device: what `reference.py` says, many rows at a time.
+"""Verification in plain torch, on any device: the specification of `reference.py`, many rows at a time.
 
 A greedy row takes one pass, for its largest logit. A sampled row without filters takes some thirty: an upper bound of
 z + noise for all tokens, then the score itself for the few whose bound reaches the best. A row with filters takes
 those that find its nucleus (`nucleus.py`), and noise for the nucleus alone.
 
-Rows that cannot matter are left out, which reads their number back from the device: on an
-accelerator this backend waits for the device a few times for every chunk of rows.
+Rows that cannot matter are left out, and their number is read back from the device. So on an accelerator the host
+waits a few times for every chunk of rows.
 """
 
 from dataclasses import dataclass

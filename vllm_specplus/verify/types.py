@@ -1,4 +1,4 @@
-"""What a verification backend takes and returns."""
+"""Arguments and result of a verification backend."""
 
 from dataclasses import dataclass
 
@@ -26,8 +26,8 @@ class VerifyOutput:
 class VerifyInputs:
     """Checked and completed arguments of ``verify_draft_tokens``, whose names they keep.
 
-    ``seeds`` and ``positions`` are always there; ``top_p``, ``top_k`` and ``min_p`` are None when
-    no request uses them; ``max_rows`` is the width of the output.
+    ``seeds`` and ``positions`` are always there. ``top_p``, ``top_k`` and ``min_p`` are None when no request uses them.
+    ``max_rows`` is the number of the output's columns.
     """
 
     logits: torch.Tensor  # [num_rows, vocab] float
