@@ -182,10 +182,10 @@ def make_sampler(strategy: str, case: Case) -> torch.nn.Module:
         return rejection_sampler.RejectionSampler(Sampler())
     options = SpecPlusOptions(method="ngram", num_speculative_tokens=case.num_drafts, verify_strategy=strategy)
     sampler = StrategyRejectionSampler(Sampler())
-    sampler.bind(
+    sampler.set_runner(
         SimpleNamespace(
             speculative_config=SimpleNamespace(specplus=options),
-            specplus_fillers=False,
+            specplus_is_padding=False,
             _get_positions=lambda indices: case.positions[indices],
         )
     )

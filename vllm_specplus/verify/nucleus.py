@@ -23,7 +23,7 @@ _LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class Nucleus:
-    """The first tokens of some rows' order, so many that the whole nucleus is among them.
+    """The first tokens of some rows' order; the whole nucleus is among them.
 
     Attributes:
         token_ids: ``[n, m]`` int64 in order; 0 past a row's last.
@@ -119,7 +119,7 @@ def read_nucleus(inputs: VerifyInputs, rows: Rows) -> Nucleus:
     if inputs.max_candidate_len is not None:
         inside &= rank < inputs.max_candidate_len
     inside[:, 0] = True
-    # What is past every row's nucleus is of no use, but the second choice may pass by the verify window.
+    # Tokens past every row's nucleus are of no use, but a second choice may pass by `verify_window`.
     width = max(int(inside.sum(dim=1).max()), 2)
     return Nucleus(*(value[:, :width] for value in (token_ids, z, weight, inside)))
 
