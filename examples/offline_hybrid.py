@@ -6,13 +6,14 @@ MODEL is any model with an MTP head; `python -m vllm_specplus.testing.tiny_model
 """
 
 import argparse
+import logging
 import os
 import warnings
 
-# Before vLLM is imported: its messages, torch's warnings and the progress bars of loading would surround the text.
+# Before vLLM is imported: its messages and torch's warnings would surround the text.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("TQDM_DISABLE", "1")
 warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
 
 from vllm import LLM, SamplingParams  # noqa: E402
 
@@ -36,6 +37,7 @@ def main() -> None:
         enforce_eager=True,
         kv_cache_memory_bytes=256 << 20,
         disable_log_stats=False,
+        use_tqdm_on_load=False,
         speculative_config={
             "method": "mtp",
             "num_speculative_tokens": 5,

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Serve a model that has an MTP head with hybrid drafting: bash examples/serve_hybrid.sh MODEL [vllm serve's options]
-# Only warnings, and the line that says that the server is up; VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages.
+# It shows warnings, and uvicorn's line when the server is up. VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages too.
 set -euo pipefail
-export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} TQDM_DISABLE=${TQDM_DISABLE:-1}
+export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
 
 model=${1:?usage: serve_hybrid.sh MODEL [options of vllm serve]}
 shift
@@ -11,6 +11,7 @@ exec vllm serve "$model" \
   --served-model-name hybrid \
   --max-model-len 1024 \
   --enforce-eager \
+  --no-use-tqdm-on-load \
   --kv-cache-memory-bytes $((256 << 20)) \
   --speculative-config '{
     "method": "mtp",
