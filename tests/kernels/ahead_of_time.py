@@ -1,6 +1,7 @@
-"""Kernels compiled to machine code for an H100 without one: what the interpreter lets pass, the compiler does not.
+"""Compiles kernels to machine code for an H100, on a machine without one.
 
-Triton's wheel brings the assembler, so this needs no CUDA. It has to run in a process without TRITON_INTERPRET.
+The compiler refuses more than the interpreter. Triton's wheel brings the assembler, so this needs no CUDA. It needs a
+process without TRITON_INTERPRET.
 """
 
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 _POINTERS = {
@@ -25,7 +27,7 @@ _POINTERS = {
 
 
 class AheadOfTime:
-    """Takes a kernel's place and compiles it, for the arguments it is launched with, to sm_90 machine code."""
+    """Takes a kernel's place. A launch compiles the kernel for its arguments, to sm_90 machine code."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -36,41 +38,53 @@ class AheadOfTime:
 
     def compile(self, *args: Any, num_warps: int = 4, **constants: Any) -> None:
         names = self.kernel.arg_names
-        values = dict(zip(names, args, strict=False)) | constants
-        assert set(values) == set(names)
-        signature = dict.fromkeys(names, "constexpr")
-        # torch's memory and a vocabulary are mostly multiples of 16, which lets loads be wide. A 1 is a constant.
-        attrs = {}
+        assert {*names[: len(args)], *constants} == {*names}
+        signature: dict[str, Any] = dict.fromkeys(names, "constexpr")
+        constexprs: dict[Any, Any] = {(names.index(name),): value for name, value in constants.items()}
+        attrs: dict[Any, Any] = {}
         for i, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=False)):
-            is_tensor, is_specialized = isinstance(value, torch.Tensor), not parameter.do_not_specialize
-            if value is None or (not is_tensor and value == 1 and is_specialized):
-                continue
-            signature[parameter.name] = _POINTERS[value.dtype] if is_tensor else "i32"
-            if is_tensor or (value % 16 == 0 and is_specialized):
-                attrs[(i,)] = [["tt.divisibility", 16]]
-        source = triton.compiler.ASTSource(
-            fn=self.kernel,
-            signature=signature,
-            constexprs={name: values[name] for name in names if signature[name] == "constexpr"},
-            attrs=attrs,
-        )
+            is_specialized = not parameter.do_not_specialize
+            signature[parameter.name] = _specialize(value, is_specialized, (i,), constexprs, attrs)
+        source = triton.compiler.ASTSource(fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
         options = {"num_warps": num_warps}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert not (fused := fused_with_a_neighbours_number(compiled.asm["sass"])), f"{self.kernel}: {fused}"
         self.compiled.append(compiled)
 
 
+def _specialize(
+    value: Any, is_specialized: bool, path: tuple[int, ...], constexprs: dict[Any, Any], attrs: dict[Any, Any]
+) -> Any:
+    """The type of an argument, or of each field of a group, as a launch finds it; note constants and divisibility.
+
+    Torch's memory and a vocabulary are mostly multiples of 16, which lets loads be wide. A 1 is a constant. Fields of a
+    group are always specialized.
+    """
+    if isinstance(value, tuple):
+        fields = [_specialize(field, True, (*path, i), constexprs, attrs) for i, field in enumerate(value)]
+        return type(value)(*fields)
+    if isinstance(value, torch.Tensor):
+        attrs[path] = [["tt.divisibility", 16]]
+        return _POINTERS[value.dtype]
+    if value is None or isinstance(value, tl.constexpr) or (value == 1 and is_specialized):
+        constexprs[path] = value
+        return "constexpr"
+    if value % 16 == 0 and is_specialized:
+        attrs[path] = [["tt.divisibility", 16]]
+    return "i32"
+
+
 def fused_with_a_neighbours_number(sass: str) -> list[str]:
     """Fused multiply-adds of a number that came straight from another thread.
 
-    In the last steps of a sum each of two threads adds the other's number to its own. Where its own is a product that
-    is fused with the addition, but the other's has been rounded, the two get different sums, and what the kernel takes
-    for one number is two.
+    In the last steps of a sum each of two threads adds the other's number to its own. A thread may fuse its own product
+    with the addition, while the other's product has been rounded. The two then get different sums, where the kernel
+    expects one number.
     """
     neighbours: set[str] = set()
     fused = []
     for line in sass.splitlines():
-        # What the scheduler is told, a tab, perhaps a predicate, the instruction: its result's register comes first.
+        # Scheduling, a tab, perhaps a predicate, the instruction. Its first register is the result's.
         instruction = line.rpartition("\t")[2]
         registers = re.findall(r"\bR\d+\b", instruction)
         if "FFMA" in instruction and neighbours.intersection(registers[1:]):
@@ -83,7 +97,7 @@ def fused_with_a_neighbours_number(sass: str) -> list[str]:
 
 
 def run_without_interpreter(code: str, cache: Path) -> str:
-    """What Python code prints in a process that compiles; an assertion shows its errors."""
+    """Run Python code in a process that compiles, and return its output. Raise AssertionError with its errors."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""What a call launches, without running it: whether it can be captured in a CUDA graph, and waits for nothing."""
+"""Records the launches of a call without running them, to see that a CUDA graph can capture it and it never waits."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Launches:
-    """Takes a kernel's place and notes how it is launched."""
+    """Takes a kernel's place and notes the grid of each launch."""
 
     def __init__(self) -> None:
         self.grids: list[Any] = []
@@ -17,7 +17,7 @@ class Launches:
 
 
 class OnlyTorch(TorchDispatchMode):
-    """Lets these operations of torch's run, and no others."""
+    """Lets only the given operations of torch run."""
 
     def __init__(self, *allowed: Any) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ MAX_NUM_REQS = 6
 
 @dataclass
 class Request:
-    """A request's step: `num_slots` are verified, of which the first `num_drafts` are meant."""
+    """A request's step: `num_slots` are verified, and the first `num_drafts` of them hold drafts."""
 
     num_slots: int
     num_sampled: int = 1
@@ -33,7 +33,7 @@ class Request:
 
 
 def reference(counts: np.ndarray, tallies: np.ndarray, requests: dict[int, Request]) -> None:
-    """What is to be counted; `requests`: by row."""
+    """Count a step in plain Python; `requests`: by row."""
     for row, request in requests.items():
         if request.num_sampled == 0:
             continue
@@ -49,9 +49,9 @@ def reference(counts: np.ndarray, tallies: np.ndarray, requests: dict[int, Reque
                 tallies[row, 1:] += [1, is_accepted]
 
 
-def new_counts(window: int) -> tuple[torch.Tensor, torch.Tensor]:
+def new_counts(width: int) -> tuple[torch.Tensor, torch.Tensor]:
     tallies = torch.arange(3 * MAX_NUM_REQS).reshape(-1, 3)
-    return torch.zeros(2, len(SOURCES), window, dtype=torch.int64), tallies
+    return torch.zeros(2, len(SOURCES), width, dtype=torch.int64), tallies
 
 
 def run(
@@ -62,9 +62,9 @@ def run(
     masked: bool = True,
     dtype: torch.dtype = torch.int32,
 ) -> None:
-    """Count a step; rows that are no request's would count, were they read."""
-    window = counts.shape[2]
-    by_row = [requests.get(row, Request(window, window, window, 1, REFERENCE)) for row in range(MAX_NUM_REQS)]
+    """Count a step on the device. Rows of no request would count if they were read."""
+    width = counts.shape[2]
+    by_row = [requests.get(row, Request(width, width, width, 1, REFERENCE)) for row in range(MAX_NUM_REQS)]
     # The first row of a request holds no draft.
     invalid = [
         slot == 0 or slot - 1 in request.invalid
@@ -75,8 +75,8 @@ def run(
     def int32(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    # In vLLM's buffers there is more behind the batch.
-    num_sampled = int32([*(request.num_sampled for request in requests.values()), window + 1])
+    # vLLM's buffers hold more values behind the batch.
+    num_sampled = int32([*(request.num_sampled for request in requests.values()), width + 1])
     ends = np.cumsum([request.num_slots + 1 for request in requests.values()], dtype=np.int32).tolist()
     count_drafts(
         counts,
@@ -93,31 +93,31 @@ def run(
 
 @st.composite
 def steps(draw):
-    """Arguments of `run`, for several steps: the window, and each step's requests by row."""
-    window = draw(st.integers(1, 6))
+    """The width, the requests of several steps by row, and the dtype of `idx_mapping`."""
+    width = draw(st.integers(1, 6))
 
     def request(row):
-        num_slots = draw(st.integers(0, window))
-        num_drafts = draw(st.just(num_slots) | st.integers(0, window))
+        num_slots = draw(st.integers(0, width))
+        num_drafts = draw(st.just(num_slots) | st.integers(0, width))
         return Request(
             num_slots,
             num_sampled=draw(st.integers(0, num_slots + 1)),
             num_drafts=num_drafts,
             num_model=draw(st.integers(0, num_drafts)),
             rest=draw(st.sampled_from([NGRAM, SUFFIX, REFERENCE])),
-            invalid=draw(st.sets(st.integers(0, window - 1), max_size=2)),
+            invalid=draw(st.sets(st.integers(0, width - 1), max_size=2)),
         )
 
     rows = st.lists(st.integers(0, MAX_NUM_REQS - 1), unique=True, max_size=4)
     batches = [{row: request(row) for row in draw(rows)} for _ in range(draw(st.integers(1, 3)))]
-    return window, batches, draw(st.sampled_from([torch.int32, torch.int64]))
+    return width, batches, draw(st.sampled_from([torch.int32, torch.int64]))
 
 
 @settings(max_examples=80)
 @given(steps())
 def test_equals_plain_python(case):
-    window, batches, dtype = case
-    counts, tallies = new_counts(window)
+    width, batches, dtype = case
+    counts, tallies = new_counts(width)
     expected_counts, expected_tallies = counts.numpy().copy(), tallies.numpy().copy()
     for requests in batches:
         run(counts, tallies, requests, dtype=dtype)
@@ -128,15 +128,15 @@ def test_equals_plain_python(case):
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_equals_the_count_on_the_host(masked):
-    """Where all slots are filled and all drafts valid."""
+    """All slots are filled and all drafts are valid."""
     rng = np.random.default_rng(0)
-    window = 5
-    counts, tallies = new_counts(window)
+    width = 5
+    counts, tallies = new_counts(width)
     expected = counts.numpy().copy()
     for _ in range(10):
         requests = {}
         for row in rng.permutation(MAX_NUM_REQS)[:3].tolist():
-            num_drafts = int(rng.integers(0, window + 1))
+            num_drafts = int(rng.integers(0, width + 1))
             num_model, num_accepted = rng.integers(0, num_drafts + 1, 2).tolist()
             rest = int(rng.choice([NGRAM, REFERENCE]))
             requests[row] = Request(num_drafts, num_accepted + 1, num_drafts, num_model, rest)
@@ -157,7 +157,7 @@ def test_equals_the_count_on_the_host(masked):
         pytest.param(
             Request(3, 2, 1, 0, REFERENCE), {REFERENCE: [0], UNFILLED: [1, 2]}, {REFERENCE: [0]}, [1, 1], id="unfilled"
         ),
-        pytest.param(Request(2, 1, 0, 0, REFERENCE), {UNFILLED: [0, 1]}, {}, [0, 0], id="nothing is meant"),
+        pytest.param(Request(2, 1, 0, 0, REFERENCE), {UNFILLED: [0, 1]}, {}, [0, 0], id="no drafts"),
         pytest.param(Request(2, 3, 3, 0, REFERENCE), {REFERENCE: [0, 1]}, {REFERENCE: [0, 1]}, [2, 2], id="cut"),
         pytest.param(
             Request(3, 2, 3, 1, REFERENCE, {1}), {MODEL: [0], REFERENCE: [2]}, {MODEL: [0]}, [1, 0], id="invalid"
@@ -176,19 +176,19 @@ def test_expected_counts(request_, drafted, accepted, tally):
     assert torch.equal(tallies, before)
 
 
-def arguments(num_reqs=2, window=4, **changes):
-    """Valid arguments of `count_drafts`, but for `changes`."""
+def arguments(num_reqs=2, width=4, **changes):
+    """Valid arguments of `count_drafts`, with `changes`."""
 
     def per_request(value):
         return torch.full((num_reqs,), value, dtype=torch.int32)
 
     return {
-        "counts": torch.zeros(2, len(SOURCES), window, dtype=torch.int64),
+        "counts": torch.zeros(2, len(SOURCES), width, dtype=torch.int64),
         "tallies": torch.zeros(num_reqs, 3, dtype=torch.int64),
         "num_sampled": per_request(2),
-        "cu_num_rows": torch.arange(num_reqs + 1, dtype=torch.int32) * (window + 1),
+        "cu_num_rows": torch.arange(num_reqs + 1, dtype=torch.int32) * (width + 1),
         "idx_mapping": torch.arange(num_reqs),
-        "num_drafts": per_request(window),
+        "num_drafts": per_request(width),
         "num_model": per_request(1),
         "rest": per_request(REFERENCE),
     } | changes
@@ -214,8 +214,8 @@ def compile_ahead_of_time():
     """Run in a process of its own: compile the kernel as it is launched."""
     kernels._count_kernel = kernel = AheadOfTime(kernels._count_kernel)
     count_drafts(**arguments())
-    count_drafts(**arguments(window=5, idx_mapping=torch.arange(2, dtype=torch.int32)))
-    count_drafts(**arguments(window=1, invalid=torch.zeros(4, dtype=torch.bool)))
+    count_drafts(**arguments(width=5, idx_mapping=torch.arange(2, dtype=torch.int32)))
+    count_drafts(**arguments(width=1, invalid=torch.zeros(4, dtype=torch.bool)))
     print("compiled", len(kernel.compiled))
 
 

@@ -21,7 +21,7 @@ VALUES = [0, 1, 2**31 - 1]
 
 @dataclass
 class Request:
-    """What is known of one request when `continue_predictions` is called."""
+    """One request when `continue_predictions` is called."""
 
     text: list[int]
     base_len: int
@@ -29,13 +29,13 @@ class Request:
     model: list[int]
     limit: int
     replaces: bool = False
-    # Stands behind the prediction's end and would agree, if it were read.
+    # Tokens behind the prediction's end; they would agree if they were read.
     unread: tuple[int, ...] = ()
 
 
-def continued(request: Request, window: int) -> tuple[list[int], int]:
-    """The drafts that `continue_predictions` describes, and how many of them are the model's."""
-    model, limit = request.model, min(request.limit, window)
+def continued(request: Request, width: int) -> tuple[list[int], int]:
+    """The drafts of `continue_predictions` in plain Python, and how many of them are the model's."""
+    model, limit = request.model, min(request.limit, width)
     alone = model[:limit], min(len(model), limit)
     if len(request.text) < request.base_len:
         return alone
@@ -53,28 +53,27 @@ def continued(request: Request, window: int) -> tuple[list[int], int]:
 def run(
     requests: list[Request],
     *,
-    window: int,
-    width: int | None = None,
+    width: int,
+    num_columns: int | None = None,
     rows: list[int] | None = None,
     dtype: torch.dtype = torch.int32,
 ) -> list[tuple[list[int], int]]:
     """Drafts and number of model drafts of each request; `rows` are their places among unused ones.
 
-    Rows are strided. Whatever is not a request's is a token that texts are made of, with a length that is possible;
-    what is to be written holds a sentinel.
+    Rows are strided. Unused rows hold tokens of texts and a possible length. Outputs hold a sentinel at first.
     """
     num_reqs, num_steps = len(requests), len(requests[0].model)
-    width = max(1, *(len(request.predicted) for request in requests)) if width is None else width
+    num_columns = max(1, *(len(request.predicted) for request in requests)) if num_columns is None else num_columns
     rows = list(range(num_reqs)) if rows is None else rows
     token_ids = torch.full((2 * num_reqs, MAX_LEN + 3), VALUES[0], dtype=torch.int32)[:, :MAX_LEN]
     num_tokens = torch.full((2 * num_reqs,), MAX_LEN, dtype=torch.int32)
-    drafts = torch.full((num_reqs, window + 2), SENTINEL)
-    predicted = torch.full((num_reqs, width), -1, dtype=torch.int32)
+    drafts = torch.full((num_reqs, width + 2), SENTINEL)
+    predicted = torch.full((num_reqs, num_columns), -1, dtype=torch.int32)
     for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
         token_ids[row, : len(request.text)] = torch.tensor(request.text, dtype=torch.int32)
         num_tokens[row] = len(request.text)
         drafts[i, :num_steps] = torch.tensor(request.model)
-        there = [*request.predicted, *request.unread][:width]
+        there = [*request.predicted, *request.unread][:num_columns]
         predicted[i, : len(there)] = torch.tensor(there, dtype=torch.int32)
 
     def per_request(values: list[int]) -> torch.Tensor:
@@ -86,7 +85,7 @@ def run(
         token_ids,
         num_tokens,
         torch.tensor(rows, dtype=dtype),
-        drafts[:, :window],
+        drafts[:, :width],
         predicted,
         per_request([len(request.predicted) for request in requests]),
         per_request([request.base_len for request in requests]),
@@ -95,22 +94,22 @@ def run(
         max_drafts=per_request([request.limit for request in requests]),
     )
     assert all(torch.equal(t, copy) for t, copy in zip(inputs, before, strict=True))
-    assert torch.all(drafts[:, window:] == SENTINEL)
+    assert torch.all(drafts[:, width:] == SENTINEL)
     assert num_drafts.dtype == num_model.dtype == torch.int32
     found = []
-    for row, count, of_model in zip(drafts[:, :window].tolist(), num_drafts.tolist(), num_model.tolist(), strict=True):
-        assert of_model <= count <= window
-        assert row[count:] == [-1] * (window - count)
+    for row, count, of_model in zip(drafts[:, :width].tolist(), num_drafts.tolist(), num_model.tolist(), strict=True):
+        assert of_model <= count <= width
+        assert row[count:] == [-1] * (width - count)
         found.append((row[:count], of_model))
     return found
 
 
 @st.composite
 def batches(draw):
-    """Arguments of `run`. A prediction says what came, the model's drafts and more, but for one place at most."""
-    window = draw(st.integers(1, 6))
-    num_steps = draw(st.integers(0, window))
-    width = draw(st.just(2 * window + 1) | st.integers(1, 2 * window + 1))
+    """Arguments of `run`. A prediction is the new tokens, the model's drafts and more, with at most one wrong token."""
+    width = draw(st.integers(1, 6))
+    num_steps = draw(st.integers(0, width))
+    num_columns = draw(st.just(2 * width + 1) | st.integers(1, 2 * width + 1))
     num_reqs = draw(st.integers(1, 3))
 
     def tokens(count):
@@ -118,14 +117,14 @@ def batches(draw):
 
     requests = []
     for _ in range(num_reqs):
-        base_len, num_new = draw(st.integers(0, 20)), draw(st.integers(0, window + 1))
+        base_len, num_new = draw(st.integers(0, 20)), draw(st.integers(0, width + 1))
         text, model = tokens(base_len + num_new), tokens(num_steps)
         agreeing = text[base_len:] + model
-        future = agreeing + tokens(max(0, width - len(agreeing)))
+        future = agreeing + tokens(max(0, num_columns - len(agreeing)))
         ends = st.sampled_from([num_new - 1, num_new, num_new + 1, num_new + num_steps, num_new + num_steps + 1])
-        count = min(max(draw(st.just(width) | ends | st.integers(0, width)), 0), width)
+        count = min(max(draw(st.just(num_columns) | ends | st.integers(0, num_columns)), 0), num_columns)
         places = st.sampled_from([0, num_new - 1, num_new, num_new + num_steps - 1, num_new + num_steps])
-        at = draw(st.none() | places | st.integers(0, width - 1))
+        at = draw(st.none() | places | st.integers(0, num_columns - 1))
         if at is not None and 0 <= at < count:
             future[at] = VALUES[VALUES.index(future[at]) - 1]
         requests.append(
@@ -134,15 +133,15 @@ def batches(draw):
                 base_len=base_len,
                 predicted=future[:count],
                 model=model,
-                limit=draw(st.just(window) | st.integers(0, window + 2)),
+                limit=draw(st.just(width) | st.integers(0, width + 2)),
                 replaces=draw(st.booleans()),
                 unread=tuple(future[count:]),
             )
         )
     return {
         "requests": requests,
-        "window": window,
         "width": width,
+        "num_columns": num_columns,
         "rows": draw(st.permutations(range(2 * num_reqs)))[:num_reqs],
         "dtype": draw(st.sampled_from([torch.int32, torch.int64])),
     }
@@ -151,7 +150,7 @@ def batches(draw):
 @settings(max_examples=150)
 @given(batches())
 def test_equals_plain_python(batch):
-    assert run(**batch) == [continued(request, batch["window"]) for request in batch["requests"]]
+    assert run(**batch) == [continued(request, batch["width"]) for request in batch["requests"]]
 
 
 @pytest.mark.parametrize(
@@ -170,8 +169,8 @@ def test_equals_plain_python(batch):
         pytest.param([5], [7], {}, ([7], 1), id="past its end"),
         pytest.param([], [7], {"replaces": True}, ([7], 1), id="no prediction"),
         pytest.param([5, 6, 8], [7, 1], {"replaces": True}, ([8], 0), id="shorter than what it replaces"),
-        pytest.param([5, 6, *range(9)], [], {}, ([0, 1, 2, 3], 0), id="more than the window"),
-        pytest.param([5, 6, *range(9)], [0], {"limit": 9}, ([0, 1, 2, 3], 1), id="limited to more than the window"),
+        pytest.param([5, 6, *range(9)], [], {}, ([0, 1, 2, 3], 0), id="more than the slots"),
+        pytest.param([5, 6, *range(9)], [0], {"limit": 9}, ([0, 1, 2, 3], 1), id="limited to more than the slots"),
         pytest.param([5, 6, 7, 8, 9], [7], {"limit": 2}, ([7, 8], 1), id="limited"),
         pytest.param([5, 6, 7, 8, 9], [7, 8], {"limit": 1}, ([7], 1), id="limited to some of the model's"),
         pytest.param([5, 6, 8], [7, 8], {"limit": 0, "replaces": True}, ([], 0), id="limited to none"),
@@ -182,23 +181,23 @@ def test_expected_drafts(predicted, model, options, expected):
     request = Request(
         **{"text": [1, 5, 6], "base_len": 1, "predicted": predicted, "model": model, "limit": 4} | options
     )
-    assert run([request], window=4) == [expected]
+    assert run([request], width=4) == [expected]
     assert continued(request, 4) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("vocab_size", "block"), [(37, 16), (16, 16), (5000, None)])
 def test_only_drafts_that_no_model_made_get_a_one_hot_row(monkeypatch, vocab_size, block, dtype):
-    """Drafts lie in every block of the vocabulary, the first token and the last among them."""
+    """Drafts lie in every block of the vocabulary; the first and the last token are among them."""
     if block is not None:
         monkeypatch.setattr(kernels, "_BLOCK", block)
-    window, rows = 3, [4, 0, 3, 1]
+    width, rows = 3, [4, 0, 3, 1]
     counts = [(0, 3), (1, 2), (2, 2), (0, 0)]  # the model's, all
-    drafts = torch.full((4, window + 2), -1)
+    drafts = torch.full((4, width + 2), -1)
     drafts[0, :3] = torch.tensor([0, vocab_size - 1, vocab_size // 2])
     drafts[1, :2] = torch.tensor([3, 15])
     drafts[2, :2] = torch.tensor([1, 2])
-    logits = torch.randn(6, window, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits = torch.randn(6, width, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = logits.clone()
     for i, (row, (num_model, num_drafts)) in enumerate(zip(rows, counts, strict=True)):
         for slot in range(num_model, num_drafts):
@@ -207,15 +206,15 @@ def test_only_drafts_that_no_model_made_get_a_one_hot_row(monkeypatch, vocab_siz
     write_one_hot_rows(
         logits,
         torch.tensor(rows, dtype=torch.int32),
-        drafts[:, :window],
+        drafts[:, :width],
         torch.tensor([num_drafts for _, num_drafts in counts], dtype=torch.int32),
         torch.tensor([num_model for num_model, _ in counts], dtype=torch.int32),
     )
     assert torch.equal(logits, expected)
 
 
-def arguments(num_reqs=2, window=4, **changes):
-    """Valid arguments of `continue_predictions`, but for `changes`."""
+def arguments(num_reqs=2, width=4, **changes):
+    """Valid arguments of `continue_predictions`, with `changes`."""
 
     def per_request(value):
         return torch.full((num_reqs,), value, dtype=torch.int32)
@@ -224,22 +223,22 @@ def arguments(num_reqs=2, window=4, **changes):
         "token_ids": torch.zeros(num_reqs, 16, dtype=torch.int32),
         "num_tokens": per_request(10),
         "idx_mapping": torch.arange(num_reqs),
-        "drafts": torch.zeros(num_reqs, window, dtype=torch.int64),
-        "predicted": torch.zeros(num_reqs, 2 * window + 1, dtype=torch.int32),
-        "num_predicted": per_request(2 * window + 1),
+        "drafts": torch.zeros(num_reqs, width, dtype=torch.int64),
+        "predicted": torch.zeros(num_reqs, 2 * width + 1, dtype=torch.int32),
+        "num_predicted": per_request(2 * width + 1),
         "base_len": per_request(8),
         "replaces_model": per_request(0),
         "num_model_steps": 1,
-        "max_drafts": per_request(window),
+        "max_drafts": per_request(width),
     } | changes
 
 
-def one_hot_arguments(num_reqs=2, window=4, vocab_size=5000, dtype=torch.float32, num_drafts=3):
+def one_hot_arguments(num_reqs=2, width=4, vocab_size=5000, dtype=torch.float32, num_drafts=3):
     """Valid arguments of `write_one_hot_rows`."""
     return {
-        "draft_logits": torch.zeros(num_reqs, window, vocab_size, dtype=dtype),
+        "draft_logits": torch.zeros(num_reqs, width, vocab_size, dtype=dtype),
         "idx_mapping": torch.arange(num_reqs),
-        "drafts": torch.zeros(num_reqs, window, dtype=torch.int64),
+        "drafts": torch.zeros(num_reqs, width, dtype=torch.int64),
         "num_drafts": torch.full((num_reqs,), num_drafts, dtype=torch.int32),
         "num_model": torch.ones(num_reqs, dtype=torch.int32),
     }
@@ -258,7 +257,7 @@ def test_safe_to_capture_in_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(kernels, "_one_hot_kernel", one_hot)
     calls = [arguments(3), arguments(3, num_predicted=torch.zeros(3, dtype=torch.int32))]
     one_hot_calls = [one_hot_arguments(3), one_hot_arguments(3, num_drafts=0)]
-    # A graph's capture lets memory be taken.
+    # A capture may allocate memory.
     with OnlyTorch(torch.ops.aten.empty, torch.ops.aten.empty_like):
         for call in calls:
             continue_predictions(**call)
@@ -273,8 +272,8 @@ def compile_ahead_of_time():
     goes_on, one_hot = AheadOfTime(kernels._continue_kernel), AheadOfTime(kernels._one_hot_kernel)
     kernels._continue_kernel, kernels._one_hot_kernel = goes_on, one_hot
     continue_predictions(**arguments())
-    continue_predictions(**arguments(window=5, num_model_steps=0, idx_mapping=torch.arange(2, dtype=torch.int32)))
-    continue_predictions(**arguments(window=1, predicted=torch.zeros(2, 1, dtype=torch.int32)))
+    continue_predictions(**arguments(width=5, num_model_steps=0, idx_mapping=torch.arange(2, dtype=torch.int32)))
+    continue_predictions(**arguments(width=1, predicted=torch.zeros(2, 1, dtype=torch.int32)))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         write_one_hot_rows(**one_hot_arguments(vocab_size=151_936, dtype=dtype))
     print("compiled", len(goes_on.compiled), len(one_hot.compiled))

@@ -19,11 +19,11 @@ SENTINEL = -99
 MAX_LEN = 48
 
 
-def fill(texts, model=None, *, window=4, max_len=MAX_LEN, pad=0, max_drafts=None, **options):
+def fill(texts, model=None, *, width=4, max_len=MAX_LEN, pad=0, max_drafts=None, **options):
     """Drafts and number of model drafts of each request; None in `texts` is a place without a request.
 
-    Rows stand in reverse order among rows of other requests and are strided; what is not a request's token is `pad`,
-    and everything that is to be written holds a sentinel.
+    Rows are strided and stand in reverse order among rows of other requests. All other tokens are `pad`. Outputs hold
+    a sentinel at first.
     """
     num_reqs = len(texts)
     model = [[] for _ in texts] if model is None else model
@@ -31,7 +31,7 @@ def fill(texts, model=None, *, window=4, max_len=MAX_LEN, pad=0, max_drafts=None
     token_ids = torch.full((2 * num_reqs, max_len + 3), pad, dtype=torch.int32)[:, :max_len]
     num_tokens = torch.full((2 * num_reqs,), 1, dtype=torch.int32)
     idx_mapping = torch.tensor([2 * (num_reqs - i) - 1 for i in range(num_reqs)], dtype=torch.int32)
-    drafts = torch.full((num_reqs, window + 2), SENTINEL)
+    drafts = torch.full((num_reqs, width + 2), SENTINEL)
     for i, text in enumerate(texts):
         drafts[i, :num_steps] = torch.tensor(model[i])
         if text is None:
@@ -47,47 +47,47 @@ def fill(texts, model=None, *, window=4, max_len=MAX_LEN, pad=0, max_drafts=None
         token_ids,
         num_tokens,
         idx_mapping,
-        drafts[:, :window],
+        drafts[:, :width],
         num_model_steps=num_steps,
         max_drafts=None if max_drafts is None else torch.tensor(max_drafts, dtype=torch.int32),
         num_drafts=counts[0],
         num_model=counts[1],
-        # A huge key, which would win if it were read.
+        # A huge key would win if it were read.
         scratch=torch.full((num_reqs + 1, *shape[1:]), 2**62),
         **options,
     )
     assert [t.data_ptr() for t in returned] == [t.data_ptr() for t in counts]
     assert torch.equal(token_ids, before)
-    assert torch.all(drafts[:, window:] == SENTINEL)
+    assert torch.all(drafts[:, width:] == SENTINEL)
     lists = []
-    for row, count in zip(drafts[:, :window].tolist(), counts[0].tolist(), strict=True):
-        assert count <= window
-        assert row[count:] == [-1] * (window - count)
+    for row, count in zip(drafts[:, :width].tolist(), counts[0].tolist(), strict=True):
+        assert count <= width
+        assert row[count:] == [-1] * (width - count)
         lists.append(row[:count])
     return lists, counts[1].tolist()
 
 
-def expect(texts, model, *, window, max_len, max_drafts, min_ngram_size, max_ngram_size, match_override_len):
-    """What the proposers draft for the same requests."""
+def expect(texts, model, *, width, max_len, max_drafts, min_ngram_size, max_ngram_size, match_override_len):
+    """The drafts of the proposers for the same requests."""
     requests = {str(i): text for i, text in enumerate(texts) if text is not None}
     lists, num_model = [[] for _ in texts], [0 for _ in texts]
     if not requests:
         return lists, num_model
     places = [int(i) for i in requests]
-    limits = np.array([window if max_drafts is None else max_drafts[i] for i in places])
+    limits = np.array([width if max_drafts is None else max_drafts[i] for i in places])
     matcher = NgramMatcher(len(texts), max_len, min_ngram_size=min_ngram_size, max_ngram_size=max_ngram_size)
     history = make_history(requests, max_len)
     if model[0]:
         drafter = HybridDrafter(
             matcher,
             num_model_steps=len(model[0]),
-            num_speculative_tokens=window,
+            num_speculative_tokens=width,
             match_override_len=match_override_len,
         )
         found = drafter.draft(history, np.array([model[i] for i in places]), limits)
         drafted, num_models = found.token_ids, found.num_model.tolist()
     else:
-        drafted = matcher.match(history, None, np.minimum(limits, window)).to_lists()
+        drafted = matcher.match(history, None, np.minimum(limits, width)).to_lists()
         num_models = [0] * len(drafted)
     for i, tokens, count in zip(places, drafted, num_models, strict=True):
         lists[i], num_model[i] = tokens, count
@@ -107,14 +107,14 @@ def batches(draw):
         size = draw(lengths)
         is_request = draw(st.integers(0, 7)) > 0
         texts.append(draw(st.lists(tokens, min_size=size, max_size=size)) if is_request else None)
-    window = draw(st.integers(1, 8))
-    num_steps = draw(st.integers(0, min(3, window)))
+    width = draw(st.integers(1, 8))
+    num_steps = draw(st.integers(0, min(3, width)))
     min_size = draw(st.integers(1, 3))
-    limits = st.lists(st.integers(0, window + 2), min_size=num_reqs, max_size=num_reqs)
+    limits = st.lists(st.integers(0, width + 2), min_size=num_reqs, max_size=num_reqs)
     return {
         "texts": texts,
         "model": [draw(st.lists(tokens, min_size=num_steps, max_size=num_steps)) for _ in texts],
-        "window": window,
+        "width": width,
         "max_len": max_len,
         "max_drafts": draw(st.none() | limits),
         "min_ngram_size": min_size,
@@ -127,7 +127,7 @@ def batches(draw):
 @given(batches(), st.sampled_from([4, 16]), st.integers(1, 3))
 def test_equals_the_proposers(batch, block, max_splits):
     with pytest.MonkeyPatch.context() as patch:
-        # So small that a text has several blocks, and a program several of them.
+        # A text has several blocks, and a program takes several of them.
         patch.setattr(ngram, "_BLOCK", block)
         patch.setattr(ngram, "_MAX_SPLITS", max_splits)
         assert fill(**batch) == expect(**batch)
@@ -142,25 +142,25 @@ REPEAT = [7, 8, 7, 8, 7]
     [
         pytest.param(TEXT, [], {}, ([9, 1, 2, 9], 0), id="most recent"),
         pytest.param(TEXT, [3], {}, ([3, 4, 5, 1], 1), id="goes on from the model's draft"),
-        pytest.param([*TEXT, 5], [1, 2], {}, ([1, 2, 9, 1], 2), id="longest window first"),
+        pytest.param([*TEXT, 5], [1, 2], {}, ([1, 2, 9, 1], 2), id="longest n-gram first"),
         pytest.param([1, 2, 3, 4, 5], [1], {"min_ngram_size": 1}, ([1, 2, 3, 4], 1), id="one token"),
         pytest.param([1, 2, 3, 4, 5], [1], {}, ([1], 1), id="too short a match"),
-        pytest.param(REPEAT, [], {"window": 8}, ([8, 7, 8, 7, 8, 7, 8, 7], 0), id="runs on past the end"),
+        pytest.param(REPEAT, [], {"width": 8}, ([8, 7, 8, 7, 8, 7, 8, 7], 0), id="runs on past the end"),
         pytest.param([5, 5, 5], [], {}, ([5, 5, 5, 5], 0), id="period 1"),
-        pytest.param([], [6, 6, 6], {"window": 5}, ([6, 6, 6, 6, 6], 3), id="the model's drafts alone"),
+        pytest.param([], [6, 6, 6], {"width": 5}, ([6, 6, 6, 6, 6], 3), id="the model's drafts alone"),
         pytest.param([], [], {}, ([], 0), id="no text"),
         pytest.param([3], [], {"min_ngram_size": 1}, ([], 0), id="one token of text"),
         pytest.param([3], [3], {"min_ngram_size": 1}, ([3, 3, 3, 3], 1), id="one token of each"),
         pytest.param(TEXT, [3], {"max_drafts": [3]}, ([3, 4, 5], 1), id="limited"),
         pytest.param(TEXT, [3, 4], {"max_drafts": [1]}, ([3], 1), id="limited to some of the model's"),
         pytest.param(TEXT, [3], {"max_drafts": [0], "match_override_len": 1}, ([], 0), id="limited to none"),
-        pytest.param(TEXT, [3], {"max_drafts": [9]}, ([3, 4, 5, 1], 1), id="limited to more than the window"),
+        pytest.param(TEXT, [3], {"max_drafts": [9]}, ([3, 4, 5, 1], 1), id="limited to more than the slots"),
         pytest.param(TEXT, [8], {"match_override_len": 2}, ([9, 1, 2, 9], 0), id="overridden"),
         pytest.param(TEXT, [8], {"match_override_len": 3}, ([8], 1), id="below the threshold"),
         pytest.param(
             TEXT, [8, 8, 8], {"match_override_len": 2, "max_drafts": [2]}, ([9, 1], 0), id="overridden, limited"
         ),
-        # Windows of two tokens find it; the match is seven tokens long.
+        # N-grams of two tokens find it; the match is seven tokens long.
         pytest.param([*range(1, 9), *range(1, 8)], [0], {"match_override_len": 7}, ([8, 1, 2, 3], 0), id="long match"),
         pytest.param([*range(1, 9), *range(1, 8)], [0], {"match_override_len": 8}, ([0], 1), id="not long enough"),
     ],
@@ -171,14 +171,14 @@ def test_expected_drafts(text, model, options, expected):
     assert (drafts[0], num_model[0]) == expected
 
 
-def test_a_window_that_ends_among_the_models_drafts():
-    drafts, num_model = fill([[1]], [[4, 6, 4]], window=6, min_ngram_size=1, max_ngram_size=1)
+def test_a_match_that_ends_among_the_models_drafts():
+    drafts, num_model = fill([[1]], [[4, 6, 4]], width=6, min_ngram_size=1, max_ngram_size=1)
     assert drafts == [[4, 6, 4, 6, 4, 6]]
     assert num_model == [3]
 
 
 def test_tokens_behind_the_text_are_not_looked_at():
-    """The padding would match, and go on."""
+    """The tokens behind the text would match and continue."""
     drafts, _ = fill([[5, 6, 7], [7, 7]], [[7], [7]], pad=7, min_ngram_size=2, max_ngram_size=4)
     assert drafts == [[7], [7, 7, 7, 7]]
 
@@ -193,7 +193,7 @@ def test_batch_with_places_without_a_request():
 @pytest.mark.parametrize("max_splits", [1, 2, 128])
 @pytest.mark.parametrize("at", [1, 1022, 1023, 1024, 2500])
 def test_several_blocks(monkeypatch, at, max_splits):
-    """A match of three tokens, wherever it lies, beats a later one of two in another block."""
+    """A match of three tokens beats a later one of two in another block."""
     monkeypatch.setattr(ngram, "_MAX_SPLITS", max_splits)
     text = list(range(100, 3400))
     text[at : at + 3] = [1, 2, 3]
@@ -223,18 +223,18 @@ def test_more_tokens_than_a_row_holds():
     assert (num_drafts.tolist(), num_model.tolist()) == ([2], [0])
 
 
-def arguments(num_reqs=2, max_len=16, window=4, **changes):
-    """Valid arguments of `fill_drafts` with everything passed in, but for `changes`."""
+def arguments(num_reqs=2, max_len=16, width=4, **changes):
+    """Valid and complete arguments of `fill_drafts`, with `changes`."""
     return {
         "token_ids": torch.zeros(num_reqs, max_len, dtype=torch.int32),
         "num_tokens": torch.full((num_reqs,), max_len, dtype=torch.int32),
         "idx_mapping": torch.arange(num_reqs, dtype=torch.int32),
-        "drafts": torch.zeros(num_reqs, window, dtype=torch.int64),
+        "drafts": torch.zeros(num_reqs, width, dtype=torch.int64),
         "num_model_steps": 2,
         "min_ngram_size": 1,
         "max_ngram_size": 3,
         "match_override_len": 5,
-        "max_drafts": torch.full((num_reqs,), window, dtype=torch.int32),
+        "max_drafts": torch.full((num_reqs,), width, dtype=torch.int32),
         "num_drafts": torch.zeros(num_reqs, dtype=torch.int32),
         "num_model": torch.zeros(num_reqs, dtype=torch.int32),
         "scratch": torch.zeros(scratch_shape(num_reqs, max_len), dtype=torch.int64),
@@ -273,7 +273,7 @@ def test_no_requests():
 
 
 def test_a_call_is_two_launches_whose_grids_depend_on_shapes_alone(monkeypatch):
-    """So it can be captured in a CUDA graph, and waits for nothing."""
+    """A CUDA graph can capture the call, and it never waits."""
     search, finish = Launches(), Launches()
     monkeypatch.setattr(ngram, "_search_kernel", search)
     monkeypatch.setattr(ngram, "_fill_kernel", finish)

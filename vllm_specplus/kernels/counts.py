@@ -1,15 +1,34 @@
-"""Counting on the device what became of drafts, so that no step waits for the host.
+"""Counts on the device how drafts fared, so that no step waits for the host.
 
-One program for each request; the counts are read by the host when somebody asks for them.
+Each program takes one request. The host reads the counts when somebody asks for them.
 """
 
-# Kernels: their arguments have no Python types, and those in capitals are known when they are compiled.
+# A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_specplus.sources import MODEL, REFERENCE, SOURCES, UNFILLED
+
+
+class _Step(NamedTuple):
+    """What a step's verification says of each request of the batch; None: no row is invalid."""
+
+    num_sampled_ptr: torch.Tensor
+    cu_num_rows_ptr: torch.Tensor
+    idx_mapping_ptr: torch.Tensor
+    invalid_ptr: torch.Tensor | None
+
+
+class _Drafts(NamedTuple):
+    """How many drafts each request had, and who made them."""
+
+    num_drafts_ptr: torch.Tensor
+    num_model_ptr: torch.Tensor
+    rest_ptr: torch.Tensor
 
 
 def count_drafts(
@@ -27,34 +46,30 @@ def count_drafts(
 
     Args:
         counts: [2, len(SOURCES), K] int64, contiguous, changed in place: drafted and accepted tokens by source and
-            position. A slot that was verified and holds none of the drafts that are meant is ``unfilled``.
-        tallies: [max_num_reqs, 3] int64, contiguous, changed in place: drafts of the reference are added to column 1,
-            those accepted to column 2.
-        num_sampled: [num_reqs] int32 tokens that each request got; 0: it is being prefilled and nothing counts.
-        cu_num_rows: [num_reqs + 1] int32, where each request's rows begin; all but the first hold a draft.
-        idx_mapping: [num_reqs] int32 or int64, the row of each request in `tallies` and the next three.
-        num_drafts, num_model: [max_num_reqs] int32, drafts that are meant, and how many of them are the model's.
+            slot. A verified slot without a draft counts as ``unfilled``.
+        tallies: [max_num_reqs, 3] int64, contiguous, changed in place. Column 1 counts drafts of the reference, column
+            2 those of them that were accepted. Column 0 stays.
+        num_sampled: [num_reqs] int32, tokens that each request got. A request with 0 is in its prefill and counts
+            nothing.
+        cu_num_rows: [num_reqs + 1] int32, where each request's rows begin; all but the first have a slot.
+        idx_mapping: [num_reqs] int32 or int64, the row of each request in `tallies` and in the next three.
+        num_drafts, num_model: [max_num_reqs] int32, drafts of each request, and how many of them are the model's.
         rest: [max_num_reqs] int32, the source of the others.
-        invalid: [num_rows] bool, rows whose draft does not count, or None.
+        invalid: [num_rows] bool, the rows whose draft does not count; None: all count.
     """
-    num_reqs, window = idx_mapping.shape[0], counts.shape[2]
+    num_reqs, width = idx_mapping.shape[0], counts.shape[2]
     if num_reqs:
         _count_kernel[(num_reqs,)](
             counts,
             tallies,
-            num_sampled,
-            cu_num_rows,
-            idx_mapping,
-            num_drafts,
-            num_model,
-            rest,
-            invalid,
-            WINDOW=window,
+            _Step(num_sampled, cu_num_rows, idx_mapping, invalid),
+            _Drafts(num_drafts, num_model, rest),
+            WIDTH=width,
             NUM_SOURCES=len(SOURCES),
             MODEL=MODEL,
             REFERENCE=REFERENCE,
             UNFILLED=UNFILLED,
-            BLOCK_WINDOW=triton.next_power_of_2(window),
+            BLOCK_WIDTH=triton.next_power_of_2(width),
             num_warps=1,
         )
 
@@ -63,43 +78,38 @@ def count_drafts(
 def _count_kernel(
     counts_ptr,
     tallies_ptr,
-    num_sampled_ptr,
-    cu_num_rows_ptr,
-    idx_mapping_ptr,
-    num_drafts_ptr,
-    num_model_ptr,
-    rest_ptr,
-    invalid_ptr,
-    WINDOW: tl.constexpr,
+    step,  # _Step
+    drafts,  # _Drafts
+    WIDTH: tl.constexpr,
     NUM_SOURCES: tl.constexpr,
     MODEL: tl.constexpr,
     REFERENCE: tl.constexpr,
     UNFILLED: tl.constexpr,
-    BLOCK_WINDOW: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
 ):
     """Grid (num_reqs,)."""
     i_req = tl.program_id(0)
-    row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
-    num_sampled = tl.load(num_sampled_ptr + i_req)
-    first = tl.load(cu_num_rows_ptr + i_req) + 1
-    num_slots = tl.load(cu_num_rows_ptr + i_req + 1) - first
-    num_slots = tl.where(num_sampled > 0, tl.minimum(num_slots, WINDOW), 0)
+    row = tl.load(step.idx_mapping_ptr + i_req).to(tl.int64)
+    num_sampled = tl.load(step.num_sampled_ptr + i_req)
+    first = tl.load(step.cu_num_rows_ptr + i_req) + 1
+    num_slots = tl.load(step.cu_num_rows_ptr + i_req + 1) - first
+    num_slots = tl.where(num_sampled > 0, tl.minimum(num_slots, WIDTH), 0)
 
-    slots = tl.arange(0, BLOCK_WINDOW)
+    slots = tl.arange(0, BLOCK_WIDTH)
     counts = slots < num_slots
-    if invalid_ptr is not None:
-        counts = counts & (tl.load(invalid_ptr + first + slots, mask=counts, other=1) == 0)
+    if step.invalid_ptr is not None:
+        counts = counts & (tl.load(step.invalid_ptr + first + slots, mask=counts, other=1) == 0)
     accepted = counts & (slots < num_sampled - 1)
-    source = tl.where(slots < tl.load(num_model_ptr + row), MODEL, tl.load(rest_ptr + row))
-    source = tl.where(slots < tl.load(num_drafts_ptr + row), source, UNFILLED)
+    source = tl.where(slots < tl.load(drafts.num_model_ptr + row), MODEL, tl.load(drafts.rest_ptr + row))
+    source = tl.where(slots < tl.load(drafts.num_drafts_ptr + row), source, UNFILLED)
 
-    at = source * WINDOW + slots
-    ones = tl.full((BLOCK_WINDOW,), 1, tl.int64)
+    at = source * WIDTH + slots
+    ones = tl.full((BLOCK_WIDTH,), 1, tl.int64)
     tl.atomic_add(counts_ptr + at, ones, mask=counts)
-    tl.atomic_add(counts_ptr + NUM_SOURCES * WINDOW + at, ones, mask=accepted)
+    tl.atomic_add(counts_ptr + NUM_SOURCES * WIDTH + at, ones, mask=accepted)
     is_reference = source == REFERENCE
     tally_ptr = tallies_ptr + row * 3
     drafted = tl.sum((counts & is_reference).to(tl.int64), axis=0)
-    taken = tl.sum((accepted & is_reference).to(tl.int64), axis=0)
+    num_accepted = tl.sum((accepted & is_reference).to(tl.int64), axis=0)
     tl.store(tally_ptr + 1, tl.load(tally_ptr + 1) + drafted)
-    tl.store(tally_ptr + 2, tl.load(tally_ptr + 2) + taken)
+    tl.store(tally_ptr + 2, tl.load(tally_ptr + 2) + num_accepted)

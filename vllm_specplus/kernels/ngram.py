@@ -1,38 +1,51 @@
 """N-gram drafting on the device: ``HybridDrafter(NgramMatcher(...)).draft`` for token buffers that never leave it.
 
-With s = a request's tokens followed by the draft model's drafts, an end e < len(s) is as good as the number of tokens
-before e that agree with the last tokens of s, counted up to the longest window; of equally good ends the last one wins.
-One integer holds both, so that the best end is a maximum:
+Let s be a request's tokens followed by the draft model's drafts. An end e < len(s) is as good as the number of tokens
+before e that agree with the last tokens of s, counted up to the longest n-gram. The last of equally good ends wins. One
+integer holds both, so that the best end is a maximum:
 
-    key = agreeing tokens << 32 | e        0 = fewer agree than the shortest window has
+    key = agreeing tokens << 32 | e        0 = fewer agree than the shortest n-gram has
 
 | kernel | a program | writes |
 |---|---|---|
 | `_search_kernel` | visits every `num_splits`-th block of ends of one request | its best key |
 | `_fill_kernel` | takes one request's best key of all programs | the request's drafts |
 
-A search costs one read of the request's tokens: an end is looked at closer only if the last token agrees. Nothing is
-read back by the host, and grids and allocations depend on shapes alone, so both launches can be captured in a graph
-(after a first call has compiled them).
+A search reads the request's tokens once. It looks closer at an end only if the last token agrees. The host reads
+nothing back. Grids and allocations depend on shapes alone, so a CUDA graph can capture both launches once they are
+compiled.
 """
 
-# Kernels: their arguments have no Python types, and those in capitals are known when they are compiled.
+# A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from vllm_specplus.kernels.drafts import DraftCounts, Drafts
 
 _BLOCK = 1024  # ends that a program tests at a time
 _MAX_SPLITS = 128  # programs that share a request: enough for one request alone to occupy a GPU
 _MAX_LEN = 2**31 - 2**16  # ends, rounded up to a block, are counted in int32
 
 
-def scratch_shape(num_reqs: int, max_len: int) -> tuple[int, int, int]:
-    """Shape of the int64 scratch that `fill_drafts` needs for so many requests and rows of `max_len` tokens.
+class _Texts(NamedTuple):
+    """The tokens of each request of the batch, and how many drafts it may get; None: as many as there are slots."""
 
-    It is [num_reqs, num_splits, 2]: of each program the best key of s, and of the request's tokens alone.
+    ptr: torch.Tensor
+    stride: int
+    max_len: int
+    num_tokens_ptr: torch.Tensor
+    idx_mapping_ptr: torch.Tensor
+    max_drafts_ptr: torch.Tensor | None
+
+
+def scratch_shape(num_reqs: int, max_len: int) -> tuple[int, int, int]:
+    """Shape of the int64 scratch that `fill_drafts` needs for `num_reqs` requests and rows of `max_len` tokens.
+
+    It is [num_reqs, num_splits, 2]: each program's best key of s, and its best key of the request's tokens alone.
     """
     return num_reqs, min(max(triton.cdiv(max_len, _BLOCK), 1), _MAX_SPLITS), 2
 
@@ -52,27 +65,27 @@ def fill_drafts(
     num_model: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill a window of drafts behind the draft model's with what followed the same words earlier in each request.
+    """Fill the slots behind the draft model's drafts with the tokens that followed the same n-gram earlier.
 
     The drafts and counts are those of `HybridDrafter` with an `NgramMatcher`; with `num_model_steps=0`, those of
-    `NgramMatcher.match` alone. There is no `match_len_cap`: a match is measured up to `match_override_len` only, which
-    gives the same answer for every threshold that a matcher can reach.
+    `NgramMatcher.match` alone. There is no `match_len_cap`: a match is measured up to `match_override_len` only. The
+    answer is the same for every threshold that a matcher can reach.
 
     Args:
         token_ids: [max_num_reqs, max_len] int32, the requests' tokens; rows may be strided.
-        num_tokens: [max_num_reqs] int32, tokens known of each request, no drafts; counts as `max_len` if more.
-        idx_mapping: [num_reqs] int32 or int64, the row of each request in the two above; negative = no request, which
-            gets no drafts.
+        num_tokens: [max_num_reqs] int32, known tokens of each request, without drafts; counts as `max_len` if more.
+        idx_mapping: [num_reqs] int32 or int64, the row of each request in the two above; negative: no request, and no
+            drafts.
         drafts: [num_reqs, K] int64, changed in place; rows may be strided. The first `num_model_steps` columns hold the
             model's drafts. After the call a request's drafts come first and the rest of its row is -1.
         num_model_steps: drafts that the model made for each request, 0..K.
-        min_ngram_size: shortest window, >= 1.
-        max_ngram_size: longest window, >= min_ngram_size.
-        match_override_len: when the request's tokens alone match at least so many, what followed there takes the place
-            of the model's drafts; 0 = never. It means nothing without model steps.
+        min_ngram_size: tokens of the shortest n-gram, >= 1.
+        max_ngram_size: tokens of the longest n-gram, >= min_ngram_size.
+        match_override_len: a match of at least this many of the request's own tokens takes the place of the model's
+            drafts; 0 = never. Without model steps it has no effect.
         max_drafts: [num_reqs] int32, the longest list each request may get; None = K for all.
-        num_drafts: [num_reqs] int32, where the number of drafts goes; None = a new tensor.
-        num_model: [num_reqs] int32, where the number of drafts that are the model's goes; None = a new tensor.
+        num_drafts: [num_reqs] int32, takes the number of drafts; None = a new tensor.
+        num_model: [num_reqs] int32, takes the number of drafts that are the model's; None = a new tensor.
         scratch: int64, contiguous, at least `scratch_shape(num_reqs, max_len)`; None = a new tensor. It holds nothing
             from one call to the next.
 
@@ -82,16 +95,16 @@ def fill_drafts(
     Raises:
         ValueError: a size out of range, or a tensor of another shape, dtype or layout.
     """
-    num_reqs, window = drafts.shape
+    num_reqs, width = drafts.shape
     max_len = token_ids.shape[1]
-    if not 0 <= num_model_steps <= window or window < 1:
-        raise ValueError(f"num_model_steps={num_model_steps} must lie between 0 and the {window} columns of drafts")
+    if not 0 <= num_model_steps <= width or width < 1:
+        raise ValueError(f"num_model_steps={num_model_steps} must lie between 0 and the {width} columns of drafts")
     if not 1 <= min_ngram_size <= max_ngram_size:
         raise ValueError(f"min_ngram_size={min_ngram_size} must lie between 1 and max_ngram_size={max_ngram_size}")
     if match_override_len < 0:
         raise ValueError(f"match_override_len={match_override_len} must be 0 (off) or more")
-    if max_len + window > _MAX_LEN:
-        raise ValueError(f"token_ids has rows of {max_len} tokens, more than {_MAX_LEN - window}")
+    if max_len + width > _MAX_LEN:
+        raise ValueError(f"token_ids has rows of {max_len} tokens, more than {_MAX_LEN - width}")
 
     device = drafts.device
     if num_drafts is None:
@@ -115,15 +128,14 @@ def fill_drafts(
         return num_drafts, num_model
 
     _launch(
-        (token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping, max_drafts),
+        _Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping, max_drafts),
         drafts,
         scratch,
-        num_drafts,
-        num_model,
+        DraftCounts(num_drafts, num_model),
         num_splits=shape[1],
         num_model_steps=num_model_steps,
         ngram_sizes=(min_ngram_size, max_ngram_size),
-        # Without model steps both matches are the same one.
+        # Without model steps both matches are the same.
         override_len=match_override_len if num_model_steps else 0,
     )
     return num_drafts, num_model
@@ -145,43 +157,38 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _launch(
-    texts: tuple[Any, ...],
+    texts: _Texts,
     drafts: torch.Tensor,
     scratch: torch.Tensor,
-    num_drafts: torch.Tensor,
-    num_model: torch.Tensor,
+    counts: DraftCounts,
     *,
     num_splits: int,
     num_model_steps: int,
     ngram_sizes: tuple[int, int],
     override_len: int,
 ) -> None:
-    """Run both kernels; `texts` are the arguments that lead to a request's tokens, the same in both."""
-    num_reqs, window = drafts.shape
+    num_reqs, width = drafts.shape
     same = {
-        "WINDOW": window,
+        "WIDTH": width,
         "NUM_STEPS": num_model_steps,
         "OVERRIDE_LEN": override_len,
         "NUM_SPLITS": num_splits,
         "BLOCK": _BLOCK,
     }
     _search_kernel[(num_reqs, num_splits)](
-        *texts,
-        drafts,
-        drafts.stride(0),
+        texts,
+        Drafts(drafts, drafts.stride(0)),
         scratch,
         MIN_SIZE=ngram_sizes[0],
         MAX_SIZE=ngram_sizes[1],
         **same,
     )
     _fill_kernel[(num_reqs,)](
-        *texts,
-        drafts,
-        drafts.stride(0),
+        texts,
+        Drafts(drafts, drafts.stride(0)),
         scratch,
-        num_drafts,
-        num_model,
-        BLOCK_WINDOW=triton.next_power_of_2(window),
+        counts,
+        BLOCK_WIDTH=triton.next_power_of_2(width),
         BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         BLOCK_OVERRIDE=triton.next_power_of_2(max(override_len, 1)),
         num_warps=1,
@@ -190,47 +197,33 @@ def _launch(
 
 
 @triton.jit
-def _load_request(
-    i_req,
-    max_len,
-    num_tokens_ptr,
-    idx_mapping_ptr,
-    max_drafts_ptr,
-    WINDOW: tl.constexpr,
-):
-    """A request's row, its tokens, and how many drafts it may get; without a request 0 of all."""
-    row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
+def _load_request(texts, i_req, WIDTH: tl.constexpr):
+    """A request's row, how many tokens it has, and how many drafts it may get; all 0 without a request."""
+    row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
     is_request = row >= 0
     row = tl.maximum(row, 0)
-    num_tokens = tl.minimum(tl.load(num_tokens_ptr + row, mask=is_request, other=0), max_len)
-    limit = tl.where(is_request, WINDOW, 0)
-    if max_drafts_ptr is not None:
-        limit = tl.minimum(limit, tl.maximum(tl.load(max_drafts_ptr + i_req), 0))
+    num_tokens = tl.minimum(tl.load(texts.num_tokens_ptr + row, mask=is_request, other=0), texts.max_len)
+    limit = tl.where(is_request, WIDTH, 0)
+    if texts.max_drafts_ptr is not None:
+        limit = tl.minimum(limit, tl.maximum(tl.load(texts.max_drafts_ptr + i_req), 0))
     return row, num_tokens, limit
 
 
 @triton.jit
-def _load_tokens(
-    text_ptr,
-    drafts_ptr,
-    positions,
-    num_tokens,
-    mask,
-    NUM_STEPS: tl.constexpr,
-):
+def _load_tokens(p_text, p_drafts, positions, num_tokens, mask, NUM_STEPS: tl.constexpr):
     """Tokens of s at int32 `positions` (a block or a scalar) where `mask`: int32."""
-    tokens = tl.load(text_ptr + positions, mask=mask & (positions < num_tokens), other=0)
+    tokens = tl.load(p_text + positions, mask=mask & (positions < num_tokens), other=0)
     if NUM_STEPS > 0:
         is_draft = positions >= num_tokens
-        drafted = tl.load(drafts_ptr + (positions - num_tokens), mask=mask & is_draft, other=0)
+        drafted = tl.load(p_drafts + (positions - num_tokens), mask=mask & is_draft, other=0)
         tokens = tl.where(is_draft, drafted.to(tl.int32), tokens)
     return tokens
 
 
 @triton.jit
 def _best_key(
-    text_ptr,
-    drafts_ptr,
+    p_text,
+    p_drafts,
     ends,
     agrees,
     tail_end,
@@ -239,29 +232,23 @@ def _best_key(
     MAX_SIZE: tl.constexpr,
     NUM_STEPS: tl.constexpr,
 ):
-    """The greatest key of [BLOCK] `ends`, whose last tokens agree with the one before `tail_end` where `agrees`."""
+    """The greatest key of [BLOCK] `ends`. Where `agrees`, the last token agrees with the one before `tail_end`."""
     size = agrees.to(tl.int32)
     for back in range(1, MAX_SIZE):
         at = tail_end - 1 - back
-        wanted = _load_tokens(text_ptr, drafts_ptr, at, num_tokens, at >= 0, NUM_STEPS)
+        wanted = _load_tokens(p_text, p_drafts, at, num_tokens, at >= 0, NUM_STEPS)
         agrees = agrees & (ends > back)
-        agrees = agrees & (wanted == _load_tokens(text_ptr, drafts_ptr, ends - 1 - back, num_tokens, agrees, NUM_STEPS))
+        agrees = agrees & (wanted == _load_tokens(p_text, p_drafts, ends - 1 - back, num_tokens, agrees, NUM_STEPS))
         size += agrees.to(tl.int32)
     return tl.max(tl.where(size >= MIN_SIZE, (size.to(tl.int64) << 32) | ends, 0), axis=0)
 
 
 @triton.jit
 def _search_kernel(
-    token_ids_ptr,
-    token_ids_stride,
-    max_len,
-    num_tokens_ptr,
-    idx_mapping_ptr,
-    max_drafts_ptr,
-    drafts_ptr,
-    drafts_stride,
+    texts,  # _Texts
+    drafts,  # Drafts
     scratch_ptr,
-    WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     OVERRIDE_LEN: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -272,84 +259,77 @@ def _search_kernel(
     """Grid (num_reqs, NUM_SPLITS). A program without a block writes nothing."""
     i_req = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
-    row, num_tokens, limit = _load_request(i_req, max_len, num_tokens_ptr, idx_mapping_ptr, max_drafts_ptr, WINDOW)
+    row, num_tokens, limit = _load_request(texts, i_req, WIDTH)
     end = num_tokens + NUM_STEPS
     num_blocks = tl.cdiv(end - 1, BLOCK)
-    # Without free slots behind the model's drafts there is nothing to look for, unless they may be replaced.
+    # Without free slots behind the model's drafts a match is useless, unless it may replace them.
     if (i_split >= num_blocks) | (limit <= (0 if OVERRIDE_LEN > 0 else NUM_STEPS)):
         return
 
-    text_ptr = token_ids_ptr + row * token_ids_stride
-    drafts_ptr += i_req * drafts_stride
-    last = _load_tokens(text_ptr, drafts_ptr, end - 1, num_tokens, end > 0, NUM_STEPS)
+    p_text = texts.ptr + row * texts.stride
+    p_drafts = drafts.ptr + i_req * drafts.stride
+    last = _load_tokens(p_text, p_drafts, end - 1, num_tokens, end > 0, NUM_STEPS)
     best = tl.full((), 0, tl.int64)
     best_alone = tl.full((), 0, tl.int64)
     if OVERRIDE_LEN > 0:
-        last_alone = tl.load(text_ptr + num_tokens - 1, mask=num_tokens > 0, other=0)
+        last_alone = tl.load(p_text + num_tokens - 1, mask=num_tokens > 0, other=0)
     for i_block in range(i_split, num_blocks, NUM_SPLITS):
         ends = i_block * BLOCK + 1 + tl.arange(0, BLOCK)
-        tokens = _load_tokens(text_ptr, drafts_ptr, ends - 1, num_tokens, ends < end, NUM_STEPS)
+        tokens = _load_tokens(p_text, p_drafts, ends - 1, num_tokens, ends < end, NUM_STEPS)
         agrees = (tokens == last) & (ends < end)
         if tl.max(agrees.to(tl.int32), axis=0) > 0:
-            key = _best_key(text_ptr, drafts_ptr, ends, agrees, end, num_tokens, MIN_SIZE, MAX_SIZE, NUM_STEPS)
+            key = _best_key(p_text, p_drafts, ends, agrees, end, num_tokens, MIN_SIZE, MAX_SIZE, NUM_STEPS)
             best = tl.maximum(best, key)
         if OVERRIDE_LEN > 0:
             agrees = (tokens == last_alone) & (ends < num_tokens)
             if tl.max(agrees.to(tl.int32), axis=0) > 0:
-                key = _best_key(text_ptr, drafts_ptr, ends, agrees, num_tokens, num_tokens, MIN_SIZE, MAX_SIZE, 0)
+                key = _best_key(p_text, p_drafts, ends, agrees, num_tokens, num_tokens, MIN_SIZE, MAX_SIZE, 0)
                 best_alone = tl.maximum(best_alone, key)
 
-    scratch_ptr += (i_req * NUM_SPLITS + i_split) * 2
-    tl.store(scratch_ptr, best)
+    p_keys = scratch_ptr + (i_req * NUM_SPLITS + i_split) * 2
+    tl.store(p_keys, best)
     if OVERRIDE_LEN > 0:
-        tl.store(scratch_ptr + 1, best_alone)
+        tl.store(p_keys + 1, best_alone)
 
 
 @triton.jit
 def _fill_kernel(
-    token_ids_ptr,
-    token_ids_stride,
-    max_len,
-    num_tokens_ptr,
-    idx_mapping_ptr,
-    max_drafts_ptr,
-    drafts_ptr,
-    drafts_stride,
+    texts,  # _Texts
+    drafts,  # Drafts, changed in place
     scratch_ptr,
-    num_drafts_ptr,
-    num_model_ptr,
-    WINDOW: tl.constexpr,
+    counts,  # out: DraftCounts
+    WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     OVERRIDE_LEN: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_WINDOW: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_OVERRIDE: tl.constexpr,
 ):
     """Grid (num_reqs,)."""
     i_req = tl.program_id(0).to(tl.int64)
-    row, num_tokens, limit = _load_request(i_req, max_len, num_tokens_ptr, idx_mapping_ptr, max_drafts_ptr, WINDOW)
+    row, num_tokens, limit = _load_request(texts, i_req, WIDTH)
     end = num_tokens + NUM_STEPS
-    text_ptr = token_ids_ptr + row * token_ids_stride
-    drafts_ptr += i_req * drafts_stride
+    p_text = texts.ptr + row * texts.stride
+    p_drafts = drafts.ptr + i_req * drafts.stride
 
-    # Only what this call's searches have written: see where a program of theirs returns early.
+    # Only keys that this call's searches have written: their programs may return early.
     splits = tl.arange(0, BLOCK_SPLITS)
-    keys_ptr = scratch_ptr + (i_req * NUM_SPLITS + splits) * 2
+    p_keys = scratch_ptr + (i_req * NUM_SPLITS + splits) * 2
     num_written = tl.minimum(tl.cdiv(end - 1, BLOCK), NUM_SPLITS)
     is_read = splits < tl.where(limit > NUM_STEPS, num_written, 0)
-    found = tl.max(tl.load(keys_ptr, mask=is_read, other=0), axis=0).to(tl.int32)  # the low half of a key
+    found = tl.max(tl.load(p_keys, mask=is_read, other=0), axis=0).to(tl.int32)  # the low half of a key
     period = end - found
     num_model = tl.minimum(limit, NUM_STEPS)
     num_drafts = tl.where(found > 0, limit, num_model)
     if OVERRIDE_LEN > 0:
         is_read = splits < tl.where(limit > 0, num_written, 0)
-        alone = tl.max(tl.load(keys_ptr + 1, mask=is_read, other=0), axis=0).to(tl.int32)
+        alone = tl.max(tl.load(p_keys + 1, mask=is_read, other=0), axis=0).to(tl.int32)
         back = tl.arange(0, BLOCK_OVERRIDE)
         is_compared = back < tl.minimum(alone, OVERRIDE_LEN)
-        differs = tl.load(text_ptr + num_tokens - 1 - back, mask=is_compared, other=0) != tl.load(
-            text_ptr + alone - 1 - back, mask=is_compared, other=0
+        differs = tl.load(p_text + num_tokens - 1 - back, mask=is_compared, other=0) != tl.load(
+            p_text + alone - 1 - back, mask=is_compared, other=0
         )
         is_override = (alone >= OVERRIDE_LEN) & (tl.max(differs.to(tl.int32), axis=0) == 0)
         found = tl.where(is_override, alone, found)
@@ -357,13 +337,13 @@ def _fill_kernel(
         num_model = tl.where(is_override, 0, num_model)
         num_drafts = tl.where(is_override, limit, num_drafts)
 
-    # Where s ends, the copy goes on with what it has copied: it repeats s[found:]. All it reads of the model's drafts
-    # is read to append to them, and then they stay where they are.
-    columns = tl.arange(0, BLOCK_WINDOW)
+    # Where s ends, the copy goes on with the tokens it has copied: it repeats s[found:]. It reads the model's drafts
+    # only to append to them, and then they stay in their columns.
+    columns = tl.arange(0, BLOCK_WIDTH)
     is_copied = (columns >= num_model) & (columns < num_drafts)
     positions = found + (columns - num_model) % tl.maximum(period, 1)
-    tokens = _load_tokens(text_ptr, drafts_ptr, positions, num_tokens, is_copied, NUM_STEPS)
-    is_rest = (columns >= num_model) & (columns < WINDOW)
-    tl.store(drafts_ptr + columns, tl.where(is_copied, tokens, -1).to(tl.int64), mask=is_rest)
-    tl.store(num_drafts_ptr + i_req, num_drafts)
-    tl.store(num_model_ptr + i_req, num_model)
+    tokens = _load_tokens(p_text, p_drafts, positions, num_tokens, is_copied, NUM_STEPS)
+    is_rest = (columns >= num_model) & (columns < WIDTH)
+    tl.store(p_drafts + columns, tl.where(is_copied, tokens, -1).to(tl.int64), mask=is_rest)
+    tl.store(counts.num_drafts_ptr + i_req, num_drafts)
+    tl.store(counts.num_model_ptr + i_req, num_model)

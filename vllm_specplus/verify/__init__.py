@@ -9,7 +9,7 @@ from vllm_specplus.verify.checks import check_choice, make_inputs
 from vllm_specplus.verify.types import POLICIES, STRATEGIES, VerifyOutput
 
 if TYPE_CHECKING:
-    from vllm_specplus.kernels.verify.launch import Workspace
+    from vllm_specplus.kernels.verify import Workspace
 
 __all__ = ["BACKENDS", "POLICIES", "STRATEGIES", "VerifyOutput", "verify_draft_tokens"]
 
@@ -103,6 +103,6 @@ def verify_draft_tokens(
             raise ValueError("workspace is given with backend 'torch'; allowed: 'triton', which alone uses it")
         return torch_backend.verify(inputs)
     # Triton is slow to import, and some platforms of vLLM have none.
-    from vllm_specplus.kernels.verify import launch as triton_backend
+    from vllm_specplus.kernels import verify as triton_backend
 
     return triton_backend.verify(inputs, workspace)

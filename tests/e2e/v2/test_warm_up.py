@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.e2e.engines import Engine, engine
@@ -22,7 +23,7 @@ KERNELS = {
     counts: ["_count_kernel"],
     drafts: ["_continue_kernel", "_one_hot_kernel"],
     ngram: ["_search_kernel", "_fill_kernel"],
-    verify: ["_row_stats", "_accept", "_sample", "_emit"],
+    verify: ["row_stats_kernel", "accept_kernel", "sample_kernel", "emit_kernel"],
 }
 SAMPLED = {"temperature": 0.9, "seed": 3}
 
@@ -46,9 +47,13 @@ class NotingKernel:
 
         return launch
 
-    @staticmethod
-    def _variant(value: Any, is_specialized: bool) -> Any:
+    @classmethod
+    def _variant(cls, value: Any, is_specialized: bool) -> Any:
         """The key of Triton's cache for an argument; torch's memory is always aligned on a GPU."""
+        if isinstance(value, tuple):
+            return tuple(cls._variant(field, True) for field in value)
+        if isinstance(value, tl.constexpr):
+            return value.value
         if isinstance(value, torch.Tensor):
             return value.dtype
         return value if value is None else is_specialized and (value == 1, value % 16 == 0)

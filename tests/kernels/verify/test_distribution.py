@@ -1,8 +1,10 @@
-"""What the kernels emit, as distributions; each bug put back is seen by the same statistic.
+"""The kernels keep the target's distribution, and the same statistic sees each bug that is put back.
 
-Fewer draws and fewer filters than in tests/verify/test_distribution.py, which asks the same of the torch
-backend: the interpreter is slow. Seeds are fixed.
+tests/verify/test_distribution.py tests the torch backend with more draws and filters: the interpreter is slow. Seeds
+are fixed.
 """
+
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ import triton
 import triton.language as tl
 
 from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, chi_squared, likeliest
-from vllm_specplus.kernels.verify import launch as kernels
-from vllm_specplus.kernels.verify.nucleus import POS_INF, score_tokens
+from vllm_specplus.kernels.verify import accept, row_stats, sample, strategies
+from vllm_specplus.kernels.verify.arguments import Draft, draft_of
+from vllm_specplus.kernels.verify.noise import gumbel_noise
+from vllm_specplus.kernels.verify.nucleus import POS_INF, Residual, score_tokens
 from vllm_specplus.verify import verify_draft_tokens
 
 pytestmark = pytest.mark.interpreter
@@ -25,14 +29,14 @@ def p_value(mode: str) -> float:
     drafts, expected, logits = torch.full((NUM_SEEDS,), likeliest(0)), P.clone(), LOGITS[:2].clone()
     options: dict[str, object] = {"strategy": mode}
     if mode == "topp":
-        # The unlikeliest token is not accepted; what follows is a sample of the likeliest four.
+        # The unlikeliest token is not accepted. A sample of the likeliest four follows.
         drafts = torch.full((NUM_SEEDS,), int(P.argmin()))
         expected[P.argsort()[:-4]] = 0
         options["max_candidate_len"] = 4
     if mode in ("sampled drafts", "masked drafts"):
         draft_logits, first = DRAFT_LOGITS[:2].clone(), DRAFT_LOGITS[0].argmax()
         if mode == "masked drafts":
-            # Most drafts are of a token that the target forbids.
+            # The target forbids the token of most drafts.
             expected[first], logits[:, first] = 0, -torch.inf
             draft_logits[:, first] += 3
         g = torch.Generator().manual_seed(3)
@@ -59,59 +63,57 @@ def test_keeps_the_distribution(mode: str) -> None:
 
 @triton.jit
 def forgets_the_draft(row, key, residual, tokens, DRAFT_LOGITS):  # noqa: N803
-    """Bug: what follows a rejection is sampled from p, not from max(p - q, 0)."""
-    return score_tokens(row, key, (residual[0], -1, 0.0, 0.0, POS_INF), tokens, DRAFT_LOGITS)
+    """Bug: the token after a rejection is sampled from p, not from max(p - q, 0)."""
+    return score_tokens(row, key, Residual(residual.draft_ptr, -1, 0.0, 0.0, POS_INF), tokens, DRAFT_LOGITS)
 
 
 @triton.jit
 def takes_one_half(seed, position):
-    """Bug: the number that a draft's probability is compared with is no random number."""
+    """Bug: a draft's probability is compared with a constant."""
     return tl.full((), 0.5, tl.float32)
 
 
 @pytest.mark.parametrize("mode", ["rejection", "sampled drafts"])
-@pytest.mark.parametrize(("name", "bug"), [("score_tokens", forgets_the_draft), ("acceptance_uniform", takes_one_half)])
-def test_power(mode: str, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, name, bug)
+@pytest.mark.parametrize(
+    ("module", "name", "bug"),
+    [(sample, "score_tokens", forgets_the_draft), (strategies, "acceptance_uniform", takes_one_half)],
+)
+def test_power(mode: str, module: ModuleType, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, name, bug)
     assert p_value(mode) < 1e-6
 
 
 @triton.jit
 def same_noise(seed, position, tokens):
     """Bug: the noise of every request is the same."""
-    return kernels_noise(seed & 0, position, tokens)
-
-
-kernels_noise = kernels.gumbel_noise
+    return gumbel_noise(seed & 0, position, tokens)
 
 
 def test_power_of_target_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "gumbel_noise", same_noise)
+    monkeypatch.setattr(row_stats, "gumbel_noise", same_noise)
     assert p_value("target_match") < 1e-6
 
 
 @triton.jit
-def allows_all(p_row, drafts_ptr, i_row, temperature, vocab_size):
+def allows_all(logits, rows, i_row, temperature):
     """Bug: a masked draft counts as none, so a sample of p follows it."""
-    draft, logit, usable = draft_of(p_row, drafts_ptr, i_row, temperature, vocab_size)
-    return tl.where(usable, draft, -1), logit, usable
-
-
-draft_of = kernels._draft_of
+    draft = draft_of(logits, rows, i_row, temperature)
+    return Draft(tl.where(draft.is_usable, draft.token, -1), draft.logit, draft.is_usable)
 
 
 def test_power_with_masked_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_draft_of", allows_all)
+    monkeypatch.setattr(accept, "draft_of", allows_all)
+    monkeypatch.setattr(row_stats, "draft_of", allows_all)
     # 4e-5, where it is 0.09 without the bug.
     assert p_value("masked drafts") < 1e-3
 
 
 @triton.jit
-def forgets_the_cut(row, groups, key, residual, token, floor, max_count, mass_limit, DRAFT_LOGITS, ALL, TILE):  # noqa: N803
-    """Bug: what is sampled outside the candidates stays."""
+def forgets_the_cut(row, groups, key, residual, token, floor, max_count, mass_limit, sizes, DRAFT_LOGITS):  # noqa: N803
+    """Bug: a sample outside the candidates stays."""
     return token
 
 
 def test_power_of_topp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "settle_sample", forgets_the_cut)
+    monkeypatch.setattr(sample, "settle_sample", forgets_the_cut)
     assert p_value("topp") < 1e-6

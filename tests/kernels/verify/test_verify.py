@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
 from tests.verify.cases import DRAWN_AT_INFINITY, ROW_KINDS, UNDRAWN_AT_INFINITY, Shape, assert_same, make_case
+from vllm_specplus.kernels.verify import Workspace
 from vllm_specplus.kernels.verify import launch as kernels
-from vllm_specplus.kernels.verify.launch import Workspace
 from vllm_specplus.verify import POLICIES, STRATEGIES, reference, verify_draft_tokens
 from vllm_specplus.verify.checks import make_inputs
 from vllm_specplus.verify.noise import gumbel_noise
@@ -19,18 +19,18 @@ from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
 pytestmark = pytest.mark.interpreter
 
-KERNELS = ("_row_stats", "_accept", "_sample", "_emit")
+KERNELS = ("row_stats_kernel", "accept_kernel", "sample_kernel", "emit_kernel")
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks and several steps of the slow paths, though the vocabulary is small."""
+    """Small vocabularies take several blocks, and several steps of the slow paths."""
     monkeypatch.setattr(kernels, "BLOCK_SIZE", 512)
     monkeypatch.setattr(kernels, "TILE_SIZE", 512)
 
 
 def poisoned(inputs: VerifyInputs) -> Workspace:
-    """A workspace larger than need be, whose every element is wrong until it is written."""
+    """A workspace larger than necessary; every element is wrong until it is written."""
     workspace = Workspace.allocate(
         inputs.num_rows + 3, inputs.num_reqs + 2, inputs.vocab_size, inputs.max_rows, inputs.logits.device
     )
@@ -45,14 +45,14 @@ def run(inputs: VerifyInputs) -> VerifyOutput:
     workspace = poisoned(inputs)
     output = kernels.verify(inputs, workspace)
     assert output.token_ids.shape == (inputs.num_reqs, inputs.max_rows)
-    # What lies past the requests that there are is not touched.
+    # Rows behind the last request are not touched.
     assert (workspace.token_ids[inputs.num_reqs :] == -99).all()
     assert (workspace.num_tokens[inputs.num_reqs :] == -99).all()
     return output
 
 
 def at_most_10_rows(counts: list[int]) -> list[int]:
-    """The first request alone may have more."""
+    """Only the first request may have more."""
     return [n for i, n in enumerate(counts) if i == 0 or sum(counts[: i + 1]) <= 10]
 
 
@@ -73,7 +73,7 @@ shapes = st.builds(
 ).map(Shape.consistent)
 
 
-# No shrinking: a failing case is printed whole and small, and shrinking it would take minutes.
+# No shrinking: a failing case is printed whole and is small, and shrinking would take minutes.
 @settings(
     max_examples=2000,
     phases=[Phase.explicit, Phase.generate],
@@ -112,7 +112,7 @@ def test_long_and_wide_batches(strategy: str, counts: list[int]) -> None:
 
 
 def one_row(logits: torch.Tensor, **options: object) -> int:
-    """The token that a request without drafts gets."""
+    """The token of a request without drafts."""
     out = verify_draft_tokens(
         logits[None],
         torch.tensor([0, 1]),
@@ -153,8 +153,10 @@ def test_a_flat_row_settles_after_several_rounds() -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_masses_near_the_threshold_stay_near_it(offset: float) -> None:
-    """Guarantee where rounding decides: what is emitted or accepted is a candidate by some top_p within
-    1e-6 of the one asked for, and 2^-23 for each unit of max |z|. top_p here is the mass above the tested token."""
+    """Where rounding decides, each emitted or accepted token is a candidate by some top_p near the one asked for.
+
+    Near is within 1e-6, and 2^-23 for each unit of max |z|. Here top_p is the mass above the tested token.
+    """
     vocab_size, num_rows = 1000, 12
     margin = 1e-6 + 2**-23 * (offset + 5)
     g = torch.Generator().manual_seed(1)
@@ -186,7 +188,7 @@ def test_masses_near_the_threshold_stay_near_it(offset: float) -> None:
 
 
 def test_strides_and_dtypes() -> None:
-    """Rows apart from each other are read where they are; rows that are not in one piece are copied."""
+    """Padded rows are read in place; rows that are not in one piece are copied."""
     shape = Shape([3, 2], 100, torch.float32, "topp", "normal", 0, None, ["normal"], {"top_p"}, seed=4)
     inputs = make_case(shape)
     expected = reference.verify(inputs)
@@ -222,7 +224,7 @@ def test_workspace_is_reused_and_checked() -> None:
 
 
 class NoTensorOperations(TorchDispatchMode):
-    """Lets views pass, and nothing that launches, allocates or waits."""
+    """Lets views pass, and refuses everything that launches, allocates or waits."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function.is_view, f"{function} between the launches"
@@ -242,7 +244,7 @@ class Launches:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_safe_to_capture_in_a_cuda_graph(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a workspace nothing but the kernels runs, and their grids go by shapes, not by values."""
+    """With a workspace only the kernels run, and their grids depend on shapes, not on values."""
     seen = []
     for counts, kinds in (([4, 4, 4], ["normal"]), ([12, 0, 0], ["all_masked"])):
         shape = Shape(counts, 300, torch.bfloat16, strategy, "normal", 0, None, kinds, {"top_p", "top_k"}, seed=2)
@@ -256,7 +258,7 @@ def test_safe_to_capture_in_a_cuda_graph(strategy: str, monkeypatch: pytest.Monk
                 kernels.verify(inputs, workspace)
         seen.append({name: launch.grids for name, launch in launches.items()})
     assert seen[0] == seen[1]
-    assert len(seen[0]["_accept"]) == 1
+    assert len(seen[0]["accept_kernel"]) == 1
 
 
 def compile_ahead_of_time() -> None:
@@ -302,7 +304,7 @@ def compile_ahead_of_time() -> None:
     launch("rejection", "p", policy="reject_all")
     launch("rejection", "pk", with_draft_logits=True)
     launch("rejection", with_draft_logits=True, draft_rows=torch.zeros(num_rows, dtype=torch.int64))
-    # What blocks leave behind is summed up by one warp, and by one thread.
+    # One warp sums up what the blocks left, and then one thread.
     launch("rejection", "p", vocab_size=128_256, with_draft_logits=True)
     launch("target_match", "pk", vocab_size=128_256)
     launch("topp", "pk", vocab_size=4000, verify_window=1, max_candidate_len=1)

@@ -1,7 +1,7 @@
 """The noise of ``vllm_specplus.verify.noise`` inside a Triton kernel.
 
-The same hash, series and logarithms in the same order as vLLM's V2 runner has them
-(``vllm/v1/worker/gpu/sample/gumbel.py``), so that on one device both give the same bits.
+The hash, series and logarithms are those of vLLM's V2 runner, ``vllm/v1/worker/gpu/sample/gumbel.py``, in the same
+order. So both give the same bits on one device.
 """
 
 import triton
@@ -64,5 +64,5 @@ def gumbel_noise(seed, position, tokens):
 
 @triton.jit
 def acceptance_uniform(seed, position):
-    """The number in (0, 1) that strategy `rejection` compares with a draft's probability: float32 scalar."""
+    """A number in (0, 1), with which strategy `rejection` compares a draft's probability: float32 scalar."""
     return tl.maximum(tl.rand(seed, position), _SMALLEST_UNIFORM)

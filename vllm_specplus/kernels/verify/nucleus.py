@@ -1,19 +1,14 @@
 """One row of logits inside a Triton kernel: its nucleus, and samples from it.
 
-What is here after `score_tokens` are the slow paths. One program takes one row at a time, and
-reads as little of it as it can: the row is visited by groups of `GROUP_SIZE` tokens, and only those
-groups whose largest logit (left behind by the first pass over the row) reaches what is looked for.
+Everything after `score_tokens` belongs to the slow paths. One program takes one row at a time, and reads as little of
+it as it can. It visits the row by groups of `GROUP_SIZE` tokens, and only the groups whose largest logit is high
+enough. The first pass over the row has left these maxima.
 
-Tokens are ordered by (logit descending, id ascending), which spares a division for each; the weight
-of a token is exp((logit - M) / temperature), M being the largest logit of its row. Functions pass
-tuples on:
-
-    row       p_row, vocab_size, temperature, M, lowest     p_: a pointer to the row; min-p keeps
-                                                            logits of at least `lowest`
-    groups    p_group_max, p_list, num_groups               maxima, and scratch of as many int32
-    key       seed, position                                of the noise
-    residual  p_draft_row, excluded, log_mass, draft_M, draft_log_mass     see `score_tokens`
+Tokens are ordered by (logit descending, id ascending), which needs no division for each token. The weight of a token is
+exp((logit - M) / temperature), where M is the largest logit of its row.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -27,26 +22,61 @@ NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
 
 
+class Row(NamedTuple):
+    """One row of the target's logits."""
+
+    ptr: tl.tensor
+    vocab_size: tl.tensor
+    temperature: tl.tensor
+    max_logit: tl.tensor
+    lowest: tl.tensor  # min-p keeps logits of at least this
+
+
+class RowGroups(NamedTuple):
+    """The groups of one row."""
+
+    max_ptr: tl.tensor  # [num_groups] float32, the largest logit of each
+    list_ptr: tl.tensor  # scratch, [num_groups] int32
+    num_groups: tl.tensor
+
+
+class NoiseKey(NamedTuple):
+    """What the noise of one row is made of, both int64."""
+
+    seed: tl.tensor
+    position: tl.tensor
+
+
+class Residual(NamedTuple):
+    """What a rejected draft leaves to be sampled from a row; see `score_tokens`."""
+
+    draft_ptr: tl.tensor  # the row of the draft model's logits
+    excluded: tl.tensor
+    log_mass: tl.tensor
+    max_draft_logit: tl.tensor
+    draft_log_mass: tl.tensor
+
+
 @triton.jit
 def load_logits(p_row, tokens, vocab_size):
     """Logits of some tokens, -inf outside the vocabulary: float32 of the shape of `tokens`.
 
-    A logit that is no number becomes -inf, and +inf the largest float, so that differences are numbers.
+    NaN becomes -inf, and +inf becomes the largest float, so that differences are numbers.
     """
     logits = tl.load(p_row + tokens, mask=tokens < vocab_size, other=NEG_INF).to(tl.float32)
     return tl.minimum(tl.maximum(logits, NEG_INF), LARGEST)
 
 
 @triton.jit
-def weigh(logits, M, temperature):
-    """exp((logits - M) / temperature), 0 for -inf even where all of the row is."""
-    return tl.exp2((logits - tl.maximum(M, -LARGEST)) * (LOG2_E / temperature))
+def weigh(logits, max_logit, temperature):
+    """exp((logits - max_logit) / temperature). A logit of -inf weighs 0, even in a row of nothing else."""
+    return tl.exp2((logits - tl.maximum(max_logit, -LARGEST)) * (LOG2_E / temperature))
 
 
 @triton.jit
-def lowest_kept(M, temperature, min_p):
-    """The logit from which on min-p keeps tokens; -`LARGEST` where it keeps all that are not masked."""
-    return tl.maximum(M + temperature * tl.log(min_p), -LARGEST)
+def lowest_kept(max_logit, temperature, min_p):
+    """The lowest logit that min-p keeps; -`LARGEST` where it keeps every token that is not masked."""
+    return tl.maximum(max_logit + temperature * tl.log(min_p), -LARGEST)
 
 
 @triton.jit
@@ -61,27 +91,26 @@ def best_of(score, tokens, vocab_size):
 def score_tokens(row, key, residual, tokens, DRAFT_LOGITS: tl.constexpr):
     """Some logits, and the score whose argmax is the sample: float32, of the shape of `tokens`.
 
-    The sample is of the row without the token `excluded` (-1: none); or, if `draft_log_mass` is finite,
-    of what the row has more of than the draft model's (max(p - q, 0)), given the logs of the masses of
-    both, and the largest draft logit. A score of -inf: the token cannot be sampled. The division by the
-    temperature is that of vLLM's kernels, for the sake of equal bits.
+    The sample is of the row without the token `excluded`; -1 excludes none. With a finite `draft_log_mass` the sample
+    is of max(p - q, 0) instead, q being the draft model's probability. The residual then holds the logs of both masses
+    and the largest draft logit. A token with a score of -inf cannot be sampled. The division by the temperature is the
+    one in vLLM's kernels, for equal bits.
     """
-    p_row, vocab_size, temperature, M, lowest = row
-    seed, position = key
-    p_draft_row, excluded, log_mass, draft_M, draft_log_mass = residual
-    logits = load_logits(p_row, tokens, vocab_size)
-    noise = gumbel_noise(seed, position, tokens)
+    temperature = row.temperature
+    logits = load_logits(row.ptr, tokens, row.vocab_size)
+    noise = gumbel_noise(key.seed, key.position, tokens)
     score = logits / temperature + noise
     if DRAFT_LOGITS:
-        if draft_log_mass < POS_INF:
-            log_p = (logits - M) / temperature - log_mass
-            log_q = (load_logits(p_draft_row, tokens, vocab_size) - draft_M) / temperature - draft_log_mass
+        if residual.draft_log_mass < POS_INF:
+            draft_logits = load_logits(residual.draft_ptr, tokens, row.vocab_size)
+            log_p = (logits - row.max_logit) / temperature - residual.log_mass
+            log_q = (draft_logits - residual.max_draft_logit) / temperature - residual.draft_log_mass
             ratio = tl.exp(log_q - log_p)
-            # NaN, where neither has any, is not below 1.
+            # NaN is not below 1; it comes where neither has any mass.
             score = tl.where(ratio < 1.0, log_p + tl.log(1.0 - ratio) + noise, NEG_INF)
-    # A quotient too large for a float must not pass for more than another of its kind.
+    # Quotients too large for a float become equal.
     score = tl.minimum(score, LARGEST)
-    return logits, tl.where((logits >= lowest) & (tokens != excluded), score, NEG_INF)
+    return logits, tl.where((logits >= row.lowest) & (tokens != residual.excluded), score, NEG_INF)
 
 
 @triton.jit
@@ -104,42 +133,41 @@ def _halfway(low, high):
 
 
 @triton.jit
-def _group_max(groups, ALL_GROUPS: tl.constexpr):
+def _group_max(groups, sizes):
     """[ALL_GROUPS] int32 numbers of groups and float32 maxima, -inf past the last group."""
-    p_group_max, _, num_groups = groups
-    numbers = tl.arange(0, ALL_GROUPS)
-    return numbers, tl.load(p_group_max + numbers, mask=numbers < num_groups, other=NEG_INF)
+    numbers = tl.arange(0, sizes.ALL_GROUPS)
+    return numbers, tl.load(groups.max_ptr + numbers, mask=numbers < groups.num_groups, other=NEG_INF)
 
 
 @triton.jit
-def _list_groups(groups, bound, ALL_GROUPS: tl.constexpr):
-    """Write the numbers of the groups that hold a logit of at least `bound`, in rising order; return how many."""
-    numbers, best = _group_max(groups, ALL_GROUPS)
+def _list_groups(groups, bound, sizes):
+    """Write the numbers of the groups with a logit of at least `bound`, in rising order. Return how many there are."""
+    numbers, best = _group_max(groups, sizes)
     listed = (best >= bound) & (best > NEG_INF)
     at = tl.cumsum(listed.to(tl.int32), axis=0) - 1
-    # Other threads of this program may still read the list that was there, and will read this one.
+    # Other threads of this program may still read the former list, and will read this one.
     tl.debug_barrier()
-    tl.store(groups[1] + at, numbers, mask=listed)
+    tl.store(groups.list_ptr + at, numbers, mask=listed)
     tl.debug_barrier()
     return tl.sum(listed.to(tl.int32), axis=0)
 
 
 @triton.jit
-def _tile(groups, first, num_listed, TILE_GROUPS: tl.constexpr):
-    """[TILE_GROUPS, GROUP_SIZE] int32 tokens of the listed groups from `first` on, then none of the vocabulary."""
-    at = first + tl.arange(0, TILE_GROUPS)
+def _tile(groups, first, num_listed, sizes):
+    """[TILE_GROUPS, GROUP_SIZE] int32 tokens of the listed groups from `first` on, then tokens past the vocabulary."""
+    at = first + tl.arange(0, sizes.TILE_GROUPS)
     # The group after the last lies outside the vocabulary. Tokens stay in runs, as wide loads need them.
-    numbers = tl.load(groups[1] + at, mask=at < num_listed, other=groups[2])
+    numbers = tl.load(groups.list_ptr + at, mask=at < num_listed, other=groups.num_groups)
     return numbers[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
 
 
 @triton.jit
-def _kth_group_max(groups, k, ALL_GROUPS: tl.constexpr):
-    """A value that the k-th largest group maximum, and so the k-th largest logit, is not below: float32."""
-    _, best = _group_max(groups, ALL_GROUPS)
+def _kth_group_max(groups, k, sizes):
+    """A lower bound of the k-th largest group maximum, and so of the k-th largest logit: float32."""
+    _, best = _group_max(groups, sizes)
     order_keys = _order_key(best)
     low, high = _order_key(tl.full((), NEG_INF, tl.float32)), tl.max(order_keys, axis=0)
-    searching = k <= groups[2]
+    searching = k <= groups.num_groups
     while searching:
         middle = _halfway(low, high) + 1
         count = tl.sum((order_keys >= middle).to(tl.int32), axis=0)
@@ -150,26 +178,26 @@ def _kth_group_max(groups, k, ALL_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _split(row, groups, num_listed, order_key, TILE_GROUPS: tl.constexpr):
-    """How many tokens that min-p keeps exceed an `_order_key`, what they weigh, and the keys on both sides.
+def _split(row, groups, num_listed, order_key, sizes):
+    """Split the tokens that min-p keeps at an `_order_key`.
 
     Returns:
-        int32 count, float32 mass, int32 largest key that does not exceed, int32 smallest that does.
+        Tokens whose key exceeds it, int32, and their mass, float32; the largest key that does not exceed it, int32, and
+        the smallest that does, int32.
     """
-    p_row, vocab_size, temperature, M, lowest = row
     least = _order_key(tl.full((), NEG_INF, tl.float32))
     most = _order_key(tl.full((), POS_INF, tl.float32))
-    count = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.int32)
-    mass = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.float32)
-    below = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.int32) + least
-    beyond = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.int32) + most
-    for first in range(0, num_listed, TILE_GROUPS):
-        logits = load_logits(p_row, _tile(groups, first, num_listed, TILE_GROUPS), vocab_size)
+    count = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32)
+    mass = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.float32)
+    below = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32) + least
+    beyond = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32) + most
+    for first in range(0, num_listed, sizes.TILE_GROUPS):
+        logits = load_logits(row.ptr, _tile(groups, first, num_listed, sizes), row.vocab_size)
         keys = _order_key(logits)
-        kept = logits >= lowest
+        kept = logits >= row.lowest
         above = kept & (keys > order_key)
         count += above.to(tl.int32)
-        mass += tl.where(above, weigh(logits, M, temperature), 0.0)
+        mass += tl.where(above, weigh(logits, row.max_logit, row.temperature), 0.0)
         below = tl.maximum(below, tl.where(kept & (keys <= order_key), keys, least))
         beyond = tl.minimum(beyond, tl.where(above, keys, most))
     smallest_above = tl.min(beyond)
@@ -177,38 +205,41 @@ def _split(row, groups, num_listed, order_key, TILE_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def find_cut(row, groups, max_count, total, mass_limit, ALL_GROUPS: tl.constexpr, TILE_GROUPS: tl.constexpr):
-    """Cut the order where `max_count` tokens, or the mass `mass_limit`, lie above a token.
+def find_cut(row, groups, max_count, total, mass_limit, sizes):
+    """Cut the order of the tokens by number and mass.
 
-    Of the tokens that min-p keeps those stay that have fewer and less above them, and the first.
-    `total`: what all tokens that compete weigh, of which `mass_limit` is a part, or infinite: no limit.
+    Among the tokens min-p keeps, keep each one with fewer than `max_count` tokens and less than `mass_limit` mass
+    ranked above it. Always keep the first.
+
+    Args:
+        total: float32, the mass of all tokens that compete. `mass_limit` is a part of it, or infinite for no limit.
 
     Returns:
-        float32 logit that none of those tokens is below, and their mass, float32.
+        A lower bound of the logits of the tokens that stay, and their mass: float32.
     """
     mass_limit = tl.maximum(mass_limit, 1e-37)
-    # Tokens so unlikely that all of a vocabulary of them weighs less than what may be left out.
+    # A whole vocabulary of tokens below this logit weighs less than the mass that may be left out.
     left_out = tl.maximum(total - mass_limit - 4e-6 * total, 0.0)
-    negligible = row[3] + row[2] * tl.log(left_out / row[1])
-    bound = tl.maximum(tl.maximum(_kth_group_max(groups, max_count, ALL_GROUPS), row[4]), negligible)
-    num_listed = _list_groups(groups, bound, ALL_GROUPS)
-    # The cut is the smallest logit of a token above which there are fewer and less.
-    middle, high = _order_key(bound) - 1, _order_key(row[3])
-    count, mass, _, low = _split(row, groups, num_listed, middle, TILE_GROUPS)
+    negligible = row.max_logit + row.temperature * tl.log(left_out / row.vocab_size)
+    bound = tl.maximum(tl.maximum(_kth_group_max(groups, max_count, sizes), row.lowest), negligible)
+    num_listed = _list_groups(groups, bound, sizes)
+    # The cut is the smallest logit with fewer tokens and less mass above it.
+    middle, high = _order_key(bound) - 1, _order_key(row.max_logit)
+    count, mass, _, low = _split(row, groups, num_listed, middle, sizes)
     fits = (count <= max_count) & (mass < mass_limit)
     while (low < high) & (fits == 0):
         middle = _halfway(low, high)
-        count, mass, below, above = _split(row, groups, num_listed, middle, TILE_GROUPS)
+        count, mass, below, above = _split(row, groups, num_listed, middle, sizes)
         stays = (count < max_count) & (mass < mass_limit)
         high = tl.where(stays, below, high)
         low = tl.where(stays, low, above)
         fits = (count == max_count) & (mass < mass_limit)
     if fits == 0:
-        # Of the tokens that tie at the cut, the first few stay.
+        # Only the first few of the tokens that tie at the cut stay.
         middle = low
-        count, mass, _, _ = _split(row, groups, num_listed, low, TILE_GROUPS)
-        with_ties, _, _, _ = _split(row, groups, num_listed, low - 1, TILE_GROUPS)
-        weight = weigh(_from_key(low), row[3], row[2])
+        count, mass, _, _ = _split(row, groups, num_listed, low, sizes)
+        with_ties, _, _, _ = _split(row, groups, num_listed, low - 1, sizes)
+        weight = weigh(_from_key(low), row.max_logit, row.temperature)
         by_count = (tl.minimum(with_ties, max_count) - count).to(tl.float32)
         by_mass = tl.maximum(tl.ceil((mass_limit - mass) / tl.maximum(weight, 1e-37)), 1.0)
         mass += tl.minimum(by_count, by_mass) * weight
@@ -216,37 +247,33 @@ def find_cut(row, groups, max_count, total, mass_limit, ALL_GROUPS: tl.constexpr
 
 
 @triton.jit
-def _before(row, groups, num_listed, token, logit, TILE_GROUPS: tl.constexpr):
-    """How many tokens are ordered before one, and what they weigh: int32, float32."""
-    p_row, vocab_size, temperature, M, _ = row
-    count = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.int32)
-    mass = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.float32)
-    for first in range(0, num_listed, TILE_GROUPS):
-        tokens = _tile(groups, first, num_listed, TILE_GROUPS)
-        logits = load_logits(p_row, tokens, vocab_size)
+def _before(row, groups, num_listed, token, logit, sizes):
+    """How many tokens are ordered before one, and their mass: int32, float32."""
+    count = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32)
+    mass = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.float32)
+    for first in range(0, num_listed, sizes.TILE_GROUPS):
+        tokens = _tile(groups, first, num_listed, sizes)
+        logits = load_logits(row.ptr, tokens, row.vocab_size)
         before = (logits > logit) | ((logits == logit) & (tokens < token))
         count += before.to(tl.int32)
-        mass += tl.where(before, weigh(logits, M, temperature), 0.0)
+        mass += tl.where(before, weigh(logits, row.max_logit, row.temperature), 0.0)
     return tl.sum(count), tl.sum(mass)
 
 
 @triton.jit
-def _sample_before(
-    row, groups, num_listed, key, residual, token, logit, DRAFT_LOGITS: tl.constexpr, TILE_GROUPS: tl.constexpr
-):
+def _sample_before(row, groups, num_listed, key, residual, token, logit, sizes, DRAFT_LOGITS: tl.constexpr):
     """The best score among the tokens ordered before one, and its token: float32, int32."""
-    vocab_size = row[1]
-    best = tl.full((TILE_GROUPS, GROUP_SIZE), NEG_INF, tl.float32)
-    best_tokens = tl.zeros((TILE_GROUPS, GROUP_SIZE), tl.int32) + vocab_size
-    for first in range(0, num_listed, TILE_GROUPS):
-        tokens = _tile(groups, first, num_listed, TILE_GROUPS)
+    best = tl.full((sizes.TILE_GROUPS, GROUP_SIZE), NEG_INF, tl.float32)
+    best_tokens = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32) + row.vocab_size
+    for first in range(0, num_listed, sizes.TILE_GROUPS):
+        tokens = _tile(groups, first, num_listed, sizes)
         logits, score = score_tokens(row, key, residual, tokens, DRAFT_LOGITS)
         before = (logits > logit) | ((logits == logit) & (tokens < token))
-        # Groups come in rising order, so of equal scores in one place the first has the lowest token.
+        # Groups come in rising order, so the first of equal scores in one place has the lowest token.
         better = before & (score > best)
         best = tl.where(better, score, best)
         best_tokens = tl.where(better, tokens, best_tokens)
-    return best_of(best, best_tokens, vocab_size)
+    return best_of(best, best_tokens, row.vocab_size)
 
 
 @triton.jit
@@ -259,38 +286,34 @@ def settle_sample(
     floor,
     max_count,
     mass_limit,
+    sizes,
     DRAFT_LOGITS: tl.constexpr,
-    ALL_GROUPS: tl.constexpr,
-    TILE_GROUPS: tl.constexpr,
 ):
-    """The token of the best score in the nucleus, given that of the best score in a larger set.
+    """The token of the best score in the nucleus, given the token of the best score in a larger set.
 
-    Where that token is in the nucleus, it is the best there too. Where it is not, no token ordered
-    after it is in the nucleus either, so the same is asked of those before it.
+    A token of the nucleus that is the best of the larger set is the best of the nucleus too. If the token is not in the
+    nucleus, no token ordered after it is. The search then goes on among the tokens before it.
 
     Args:
-        token: int32, where to begin; -1: no token can be sampled.
-        floor: logit that no token of the nucleus is below; saves work.
-        max_count, mass_limit: a token of the nucleus has fewer and less before it, or nothing.
+        token: int32, where to begin; -1 if no token can be sampled.
+        floor: float32, a lower bound of the logits in the nucleus; saves work.
+        max_count, mass_limit: each token of the nucleus but the first has fewer tokens and less mass before it.
 
     Returns:
-        int32; -1 if no token of the nucleus can be sampled.
+        int32, -1 if no token of the nucleus can be sampled.
     """
-    p_row, vocab_size, _, _, lowest = row
     searching = token >= 0
     while searching:
-        logit = load_logits(p_row, token, vocab_size)
-        num_listed = _list_groups(groups, tl.maximum(logit, floor), ALL_GROUPS)
+        logit = load_logits(row.ptr, token, row.vocab_size)
+        num_listed = _list_groups(groups, tl.maximum(logit, floor), sizes)
         inside = logit >= floor
         if inside:
-            count, mass = _before(row, groups, num_listed, token, logit, TILE_GROUPS)
-            inside = (logit >= lowest) & (count < max_count) & (mass < mass_limit)
+            count, mass = _before(row, groups, num_listed, token, logit, sizes)
+            inside = (logit >= row.lowest) & (count < max_count) & (mass < mass_limit)
             inside = inside | (count == 0)
         searching = inside == 0
         if searching:
-            score, token = _sample_before(
-                row, groups, num_listed, key, residual, token, logit, DRAFT_LOGITS, TILE_GROUPS
-            )
+            score, token = _sample_before(row, groups, num_listed, key, residual, token, logit, sizes, DRAFT_LOGITS)
             searching = score > NEG_INF
             token = tl.where(searching, token, -1)
     return token
