@@ -11,6 +11,7 @@ from vllm_specplus.config.options import SpecPlusOptions
 from vllm_specplus.config.resolve import Resolved
 from vllm_specplus.config.rules import METHODS_WITHOUT_MODEL
 from vllm_specplus.config.stock_keys import StockKeys, stock_keys
+from vllm_specplus.strategies import POLICY_EFFECTS, STRATEGY_EFFECTS
 
 _NO_EFFECT = "has no effect in this configuration"
 _METHODS = {
@@ -19,20 +20,9 @@ _METHODS = {
     "mtp": "the model's own MTP head drafts",
     "draft_model": "a smaller model drafts",
 }
-_FILLERS = {
+_HISTORY_SOURCES = {
     "with_ngram": "matches in the request's own text",
     "with_suffix": "the suffix trees of this and past requests",
-}
-_STRATEGIES = {
-    "target_match": "accepts a draft if it is the token that the target samples there; lossless",
-    "rejection": "accepts drafts by vLLM's rule of rejection sampling, in the plugin's own form; lossless",
-    "greedy": "accepts a draft if it is the target's first choice; lossy where a request samples",
-    "topp": "accepts a draft if it is in the target's nucleus; lossy where a request samples",
-}
-_POLICIES = {
-    "normal": "lets the strategy decide on each draft",
-    "accept_all": "accepts every valid draft, for debugging",
-    "reject_all": "accepts no draft, for debugging",
 }
 
 
@@ -127,7 +117,7 @@ def _steps(config: _Config, value: Any) -> str:
 def _strategy(config: _Config, value: Any) -> str:
     if config.options is None or not config.options.is_hybrid:
         return "leaves the slots to vLLM's drafter, as without this key"
-    return f"fills the slots after the model's {config.options.num_model_steps} from {_FILLERS[value]}"
+    return f"fills the slots after the model's {config.options.num_model_steps} from {_HISTORY_SOURCES[value]}"
 
 
 def _override(config: _Config, value: Any) -> str:
@@ -160,13 +150,13 @@ _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
     "suffix_decoding_max_cached_requests": _cached,
     "suffix_decoding_max_spec_factor": lambda config, value: f"drafts at most {value} tokens for each equal token",
     "suffix_decoding_min_token_prob": lambda config, value: f"drafts no token of less than {value} probability",
-    "verify_strategy": lambda config, value: _STRATEGIES[value],
+    "verify_strategy": lambda config, value: STRATEGY_EFFECTS[value],
     "max_candidate_len": lambda config, value: f"accepts only the {value} most likely tokens of the nucleus",
     "verify_window": lambda config, value: (
         f"accepts a draft that is the second choice if the next {value} drafts are first choices"
         if value
         else "saves no draft that fails"
     ),
-    "accept_policy": lambda config, value: _POLICIES[value],
+    "accept_policy": lambda config, value: POLICY_EFFECTS[value],
     "quantization": lambda config, value: f"reads the draft model's weights as {show(value)}",
 }

@@ -21,13 +21,12 @@ from vllm_specplus.config.errors import (
     show,
 )
 from vllm_specplus.config.stock_keys import StockKeys
+from vllm_specplus.strategies import AcceptPolicy, VerifyStrategy
 
 # vLLM's V1 rejection sampler is compiled for at most this many drafts (MAX_SPEC_LEN).
 MAX_DRAFT_TOKENS = 128
 
 MtpStrategy = Literal["default", "with_ngram", "with_suffix"]
-VerifyStrategy = Literal["topp", "greedy", "target_match", "rejection"]
-AcceptPolicy = Literal["normal", "accept_all", "reject_all"]
 AtLeastOne = Annotated[int, Field(ge=1)]
 DraftTokens = Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
 DEFAULT_NGRAM_SIZES = (5, 2)

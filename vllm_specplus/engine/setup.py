@@ -12,8 +12,9 @@ from vllm.platforms import current_platform
 
 from vllm_specplus.config import Resolved, SpecPlusOptions
 from vllm_specplus.config.errors import show
-from vllm_specplus.config.keys import NAIVE, VerifyStrategy
+from vllm_specplus.config.keys import NAIVE
 from vllm_specplus.config.rules import chooses_vllm_verifier
+from vllm_specplus.strategies import VerifyStrategy
 
 logger = init_logger("vllm.specplus")
 

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_specplus.strategies import POLICIES, STRATEGIES
 from vllm_specplus.verify import torch_backend
 from vllm_specplus.verify.checks import check_choice, make_inputs
-from vllm_specplus.verify.types import POLICIES, STRATEGIES, VerifyOutput
+from vllm_specplus.verify.types import VerifyOutput
 
 if TYPE_CHECKING:
     from vllm_specplus.kernels.verify import Workspace

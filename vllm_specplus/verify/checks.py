@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import torch
 
-from vllm_specplus.verify.types import POLICIES, STRATEGIES, VerifyInputs
+from vllm_specplus.strategies import POLICIES, STRATEGIES
+from vllm_specplus.verify.types import VerifyInputs
 
 _FLOAT_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, torch.float64)

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-STRATEGIES = ("greedy", "target_match", "topp", "rejection")
-POLICIES = ("normal", "accept_all", "reject_all")
-
 
 @dataclass(frozen=True)
 class VerifyOutput:

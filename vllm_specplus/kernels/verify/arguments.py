@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplus.kernels.verify.nucleus import GROUP_SIZE, NEG_INF, load_logits
-from vllm_specplus.verify.types import POLICIES, STRATEGIES
+from vllm_specplus.strategies import POLICIES, STRATEGIES
 
 GREEDY = tl.constexpr(STRATEGIES.index("greedy"))
 TARGET_MATCH = tl.constexpr(STRATEGIES.index("target_match"))

@@ -45,7 +45,8 @@ from vllm_specplus.kernels.verify.arguments import (
 from vllm_specplus.kernels.verify.nucleus import GROUP_SIZE
 from vllm_specplus.kernels.verify.row_stats import row_stats_kernel
 from vllm_specplus.kernels.verify.sample import emit_kernel, sample_kernel
-from vllm_specplus.verify.types import POLICIES, STRATEGIES, VerifyInputs, VerifyOutput
+from vllm_specplus.strategies import POLICIES, STRATEGIES
+from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
 # Logits that one program of the wide kernels takes, and that one step of the slow paths takes.
 BLOCK_SIZE = 4096
