@@ -1,5 +1,6 @@
-"""The verification strategies and policies: their names, and what each does in a sentence."""
+"""The verification strategies and policies: their names, and what the config and the runners must know of each."""
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 VerifyStrategy = Literal["greedy", "target_match", "topp", "rejection"]
@@ -12,14 +13,42 @@ STRATEGIES: tuple[str, ...] = get_args(VerifyStrategy)
 POLICIES: tuple[str, ...] = get_args(AcceptPolicy)
 """The kernels know a policy by its place here."""
 
-STRATEGY_EFFECTS: dict[VerifyStrategy, str] = {
-    "greedy": "accepts a draft if it is the target's first choice; lossy where a request samples",
-    "target_match": "accepts a draft if it is the token that the target samples there; lossless",
-    "topp": "accepts a draft if it is in the target's nucleus; lossy where a request samples",
-    "rejection": "accepts drafts by vLLM's rule of rejection sampling, in the plugin's own form; lossless",
+
+@dataclass(frozen=True)
+class Traits:
+    """One strategy.
+
+    effect: what it does, in a sentence. loss: what it changes in the target's distribution; "" = nothing.
+    uses_draft_distribution: whether it asks what distribution a draft was sampled from.
+    """
+
+    effect: str
+    loss: str = ""
+    uses_draft_distribution: bool = False
+
+
+TRAITS: dict[str, Traits] = {
+    "greedy": Traits(
+        "accepts a draft if it is the target's first choice; lossy where a request samples",
+        loss="it emits the argmax, whatever the temperature of a request",
+    ),
+    "target_match": Traits("accepts a draft if it is the token that the target samples there; lossless"),
+    "topp": Traits(
+        "accepts a draft if it is in the target's nucleus; lossy where a request samples",
+        loss="it changes the output distribution",
+    ),
+    "rejection": Traits(
+        "accepts drafts by vLLM's rule of rejection sampling, in the plugin's own form; lossless",
+        uses_draft_distribution=True,
+    ),
 }
-POLICY_EFFECTS: dict[AcceptPolicy, str] = {
+POLICY_EFFECTS: dict[str, str] = {
     "normal": "lets the strategy decide on each draft",
     "accept_all": "accepts every valid draft, for debugging",
     "reject_all": "accepts no draft, for debugging",
 }
+
+
+def uses_draft_distribution(strategy: str | None) -> bool:
+    """Whether a strategy asks what distribution a draft was sampled from; None is vLLM's own, which does."""
+    return strategy is None or TRAITS[strategy].uses_draft_distribution

@@ -11,7 +11,7 @@ from vllm_specplus.config.options import SpecPlusOptions
 from vllm_specplus.config.resolve import Resolved
 from vllm_specplus.config.rules import METHODS_WITHOUT_MODEL
 from vllm_specplus.config.stock_keys import StockKeys, stock_keys
-from vllm_specplus.strategies import POLICY_EFFECTS, STRATEGY_EFFECTS
+from vllm_specplus.strategies import POLICY_EFFECTS, TRAITS
 
 _NO_EFFECT = "has no effect in this configuration"
 _METHODS = {
@@ -150,7 +150,7 @@ _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
     "suffix_decoding_max_cached_requests": _cached,
     "suffix_decoding_max_spec_factor": lambda config, value: f"drafts at most {value} tokens for each equal token",
     "suffix_decoding_min_token_prob": lambda config, value: f"drafts no token of less than {value} probability",
-    "verify_strategy": lambda config, value: STRATEGY_EFFECTS[value],
+    "verify_strategy": lambda config, value: TRAITS[value].effect,
     "max_candidate_len": lambda config, value: f"accepts only the {value} most likely tokens of the nucleus",
     "verify_window": lambda config, value: (
         f"accepts a draft that is the second choice if the next {value} drafts are first choices"

@@ -15,6 +15,7 @@ from vllm_specplus.config.keys import (
     ParsedConfig,
 )
 from vllm_specplus.config.stock_rules import suffix_available
+from vllm_specplus.strategies import TRAITS
 
 # vLLM's default of both n-gram sizes.
 _VLLM_NGRAM_SIZE = 5
@@ -267,10 +268,9 @@ def effect_warnings(parsed: ParsedConfig) -> list[str]:
     """Warnings of options that change the output, or that cannot act."""
     keys, tokens = parsed.keys, parsed.keys.num_speculative_tokens
     lines = []
-    if keys.verify_strategy == "topp":
-        lines.append('verify_strategy="topp" is lossy: it changes the output distribution')
-    if keys.verify_strategy == "greedy":
-        lines.append('verify_strategy="greedy" is lossy: it emits the argmax, whatever the temperature of a request')
+    strategy = keys.verify_strategy
+    if strategy is not None and (loss := TRAITS[strategy].loss):
+        lines.append(f"{setting('verify_strategy', strategy)} is lossy: {loss}")
     if keys.accept_policy == "accept_all":
         lines.append('accept_policy="accept_all" is for debugging: the drafts are the output')
     if parsed.is_hybrid and (keys.num_model_steps or 1) == tokens and not keys.match_override_len:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from vllm_specplus.strategies import POLICIES, STRATEGIES
+from vllm_specplus.strategies import POLICIES, STRATEGIES, TRAITS
 from vllm_specplus.verify.types import VerifyInputs
 
 _FLOAT_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,7 +116,7 @@ def _check_draft_logits(
                 "draft_rows is given without draft_logits; allowed: both, as it names rows of draft_logits"
             )
         return
-    if strategy != "rejection":
+    if not TRAITS[strategy].uses_draft_distribution:
         raise ValueError(
             f"draft_logits is given with strategy {strategy!r}; allowed: 'rejection', as no other strategy uses it"
         )

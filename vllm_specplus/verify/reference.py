@@ -212,7 +212,9 @@ def accepts(inputs: VerifyInputs, rows: list[Row], greedy: bool) -> bool:
         return row.passes
     if greedy or inputs.strategy == "target_match":
         return row.draft == row.emits
-    return row.draft in row.candidates or second_choice_passes(inputs.verify_window, rows)
+    if inputs.strategy == "topp":
+        return row.draft in row.candidates or second_choice_passes(inputs.verify_window, rows)
+    raise NotImplementedError(f"strategy {inputs.strategy!r} has no rule here")
 
 
 def second_choice_passes(verify_window: int, rows: list[Row]) -> bool:

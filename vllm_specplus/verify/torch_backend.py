@@ -73,6 +73,8 @@ def verify(inputs: VerifyInputs) -> VerifyOutput:
         _emit(inputs, layout, ~layout.sampled, emitted)
         if inputs.strategy == "target_match":
             _emit(inputs, layout, layout.sampled, emitted)
+        elif inputs.strategy not in ("greedy", "topp", "rejection"):
+            raise NotImplementedError(f"strategy {inputs.strategy!r} has no rule here")
         accepted = emitted == drafts
         accepted &= drafts >= 0
         if inputs.strategy == "topp":

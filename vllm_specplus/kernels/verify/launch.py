@@ -45,6 +45,7 @@ from vllm_specplus.kernels.verify.arguments import (
 from vllm_specplus.kernels.verify.nucleus import GROUP_SIZE
 from vllm_specplus.kernels.verify.row_stats import row_stats_kernel
 from vllm_specplus.kernels.verify.sample import emit_kernel, sample_kernel
+from vllm_specplus.kernels.verify.strategies import SAMPLED_LATER
 from vllm_specplus.strategies import POLICIES, STRATEGIES
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
@@ -187,7 +188,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         ALL_SLOTS=triton.next_power_of_2(max_rows),
         **narrow,
     )
-    if inputs.strategy in ("topp", "rejection"):
+    if inputs.strategy in SAMPLED_LATER:
         min_p = Filters(None, None, inputs.min_p)
         sample_kernel[(num_blocks, num_reqs)](
             logits, draft_logits, temperature, min_p, keys, groups, plans, samples, **wide

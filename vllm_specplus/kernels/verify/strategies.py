@@ -23,9 +23,7 @@ from vllm_specplus.kernels.verify.arguments import (
     draft_of,
     draft_row_of,
 )
-from vllm_specplus.kernels.verify.noise import (
-    acceptance_uniform,
-)
+from vllm_specplus.kernels.verify.noise import acceptance_uniform
 from vllm_specplus.kernels.verify.nucleus import (
     LARGEST,
     NEG_INF,
@@ -48,6 +46,10 @@ from vllm_specplus.kernels.verify.row_stats import (
     rank_of_draft,
     total_mass_of,
 )
+from vllm_specplus.strategies import STRATEGIES
+
+SAMPLED_LATER = tuple(name for name in STRATEGIES if name not in ("greedy", "target_match"))
+"""The strategies whose last token is sampled in a further pass, when the walk over the rows has found its row."""
 
 
 class Batch(NamedTuple):

@@ -17,6 +17,7 @@ from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.suffix import SuffixMatcher
 from vllm_specplus.runners.v1.history import MAX_BATCHES_WITH_STATE, HostHistory
 from vllm_specplus.runners.v1.requests import RequestTracker
+from vllm_specplus.strategies import uses_draft_distribution
 
 if TYPE_CHECKING:
 
@@ -96,7 +97,7 @@ class HybridMixin(_Proposer):
         options: SpecPlusOptions = self.vllm_config.speculative_config.specplus
         assert options.num_model_steps is not None
         self._steps = options.num_model_steps
-        self._is_one_hot_to_the_verifier = options.verify_strategy not in (None, "rejection")
+        self._is_one_hot_to_the_verifier = not uses_draft_distribution(options.verify_strategy)
         self._drafter = HybridDrafter(
             make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config),
             num_model_steps=self._steps,

@@ -13,6 +13,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.strategies import uses_draft_distribution
 from vllm_specplus.verify import verify_draft_tokens
 
 
@@ -59,7 +60,7 @@ class _Verifier:
             temperature = torch.zeros(num_reqs, device=logits.device)
         positions = self._runner._get_positions(logits_indices)
         draft_logits = None
-        if draft_probs is not None and self._strategy == "rejection":
+        if draft_probs is not None and uses_draft_distribution(self._strategy):
             # Logits that give these probabilities once they are divided by the temperature.
             requests = torch.arange(num_reqs, device=logits.device)
             requests = requests.repeat_interleave(cu_num_rows.diff(), output_size=logits.shape[0])

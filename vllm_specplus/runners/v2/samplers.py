@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.runners.v2.drafting import Drafting
+from vllm_specplus.strategies import uses_draft_distribution
 from vllm_specplus.verify import verify_draft_tokens
 
 
@@ -210,7 +211,7 @@ class StrategyRejectionSampler(CountingRejectionSampler):
         logits = torch.zeros(2, padded, dtype=dtype, device=device)[:, : states.vocab_size]
         at = torch.zeros(2, dtype=torch.int64, device=device)
         sampled_from = {}
-        if draft_logits is not None and self.sampler._options.verify_strategy == "rejection":
+        if draft_logits is not None and uses_draft_distribution(self.sampler._options.verify_strategy):
             sampled_from = {"draft_logits": draft_logits.flatten(0, 1), "draft_rows": at}
         saved = states.top_p.np[0]
         for top_p in (1.0, 0.5):
@@ -258,7 +259,7 @@ class StrategyRejectionSampler(CountingRejectionSampler):
             seq_lens_upper_bound_np,
         )
         draft_rows = None
-        if self.sampler._options.verify_strategy != "rejection":
+        if not uses_draft_distribution(self.sampler._options.verify_strategy):
             draft_logits = None
         elif draft_logits is not None:
             draft_logits, draft_rows = self._draft_rows(draft_logits, expanded_idx_mapping, expanded_local_pos)
