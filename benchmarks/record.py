@@ -1,0 +1,119 @@
+"""Record traces for `benchmarks/replay.py` from a real engine: greedy texts, and what a draft model drafts along them.
+
+    python benchmarks/record.py MODEL PROMPTS --out FILE [--speculative-config JSON] [--max-tokens N] [--chat]
+
+PROMPTS is a JSON file: a list of ``{"kind", "name", "prompt"}``, perhaps with ``"reference"``. A prompt and a reference
+are text or a list of token ids. FILE gets the same list with token ids throughout, and with ``"output"``: the greedy
+continuation, and ``"drafts"``: ``drafts[i]`` is what the draft model drafts once ``output[:i + 1]`` is known. The last
+one is empty, since a request that has ended is drafted for no more.
+
+The engine verifies with ``accept_policy: reject_all``, so each step gives one token of the target's own and a full list
+of drafts. That works with every draft model that vLLM runs: MTP and EAGLE heads, and draft models. V1 on a CPU.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's scheduler is in this process
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+DEFAULT_CONFIG = {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def record(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Generate every prompt of the file; return the traces."""
+    from vllm import LLM, SamplingParams
+
+    rows = json.loads(args.prompts.read_text())
+    config = (args.speculative_config or DEFAULT_CONFIG) | {"accept_policy": "reject_all"}
+    llm = LLM(
+        model=args.model,
+        speculative_config=config,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=1 << 30,
+        max_num_seqs=args.batch,
+        disable_log_stats=True,
+    )
+    tokenizer = llm.get_tokenizer()
+
+    def ids(text: str | list[int], chat: bool) -> list[int]:
+        if not isinstance(text, str):
+            return text
+        if chat:
+            message = [{"role": "user", "content": text}]
+            return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    drafts_by_request = capture_drafts(llm)
+    prompts = [ids(row["prompt"], args.chat) for row in rows]
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=True)
+    traces = []
+    for row, prompt, result in zip(rows, prompts, outputs, strict=True):
+        output = list(result.outputs[0].token_ids)
+        drafts = drafts_by_request[result.request_id]
+        if len(drafts) not in (len(output) - 1, len(output)):
+            raise SystemExit(f"{row['name']}: {len(output)} tokens and {len(drafts)} lists of drafts")
+        trace = {"kind": row["kind"], "name": row["name"], "prompt": prompt, "output": output}
+        trace["drafts"] = [*drafts, []][: len(output)]
+        if "reference" in row:
+            trace["reference"] = ids(row["reference"], False)
+        traces.append(trace)
+    return traces
+
+
+def capture_drafts(llm: Any) -> dict[str, list[list[int]]]:
+    """From now on, the drafts of each request, a list a step; the dict grows while the engine runs."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    found: dict[str, list[list[int]]] = {}
+    update = scheduler.update_draft_token_ids
+
+    def capture(draft_token_ids: Any) -> None:
+        for req_id, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            request = scheduler.requests.get(req_id)
+            # A request in the middle of its prompt has drafts that nobody verifies.
+            if request is not None and request.num_output_tokens:
+                found.setdefault(_external_id(req_id), []).append(list(drafts))
+        update(draft_token_ids)
+
+    scheduler.update_draft_token_ids = capture
+    return found
+
+
+def _external_id(req_id: str) -> str:
+    """The id under which vLLM's front end knows a request: it adds a random suffix for the engine."""
+    return req_id.rsplit("-", 1)[0] if "-" in req_id else req_id
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", metavar="MODEL", help="folder of the target model")
+    parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="JSON file of prompts")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the traces go")
+    parser.add_argument(
+        "--speculative-config", type=json.loads, metavar="JSON", help=f"default: {json.dumps(DEFAULT_CONFIG)}"
+    )
+    parser.add_argument("--max-tokens", type=int, default=400, metavar="N")
+    parser.add_argument("--max-model-len", type=int, default=4096, metavar="N")
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="requests at a time")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
+    parser.add_argument("--ignore-eos", action="store_true", help="write on after the end of a text")
+    args = parser.parse_args()
+    traces = record(args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(traces) + "\n")
+    tokens = sum(len(trace["output"]) for trace in traces)
+    print(f"{args.out}: {len(traces)} traces, {tokens} output tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

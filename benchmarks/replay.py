@@ -1,0 +1,360 @@
+"""Tokens per step and speed of every way of drafting, replayed on recorded texts: no engine and no model runs.
+
+    python benchmarks/replay.py --traces FILE [--passes N ...] [--window N ...] [--draft-cost C ...] [--slot-cost C ...]
+                                [--json FILE]
+
+FILE is a JSON list of ``{"kind", "name", "prompt", "output", "drafts"}``, as `benchmarks/record.py` writes it. Prompt
+and output are token ids. ``drafts[i]`` is what the draft model drafts once ``output[:i + 1]`` is known; only the last
+entries may be shorter than the passes asked for. A trace may have a ``"reference"`` in token ids.
+
+A step verifies a list of drafts. It gives the longest prefix of them that the output confirms, and one token more; for
+greedy text this is what an engine does. A step costs ``1 + draft-cost x passes + slot-cost x drafts``: the costs are
+shares of a step of the target alone. ``speed`` is tokens per cost, so that of no speculation is 1.
+
+==========  ============================================================================================
+way         what is drafted in each step, at most `window` tokens
+==========  ============================================================================================
+none        nothing
+model       the draft model's drafts alone; ``passes`` is their number, up to `--passes`
+ngram       what followed an earlier match of the request's own text
+suffix      what the suffix trees of this and the file's earlier traces say
+append      the draft model's drafts, then a match that goes on from them (FastDeploy)
+override    the same; a match of 4 tokens or more replaces the model's drafts (TensorRT-LLM)
+reference   what the request's reference says, walked (`sp_edit` 1); traces without one are left out
+hindsight   for each step the best of these, the best cut and the fewest passes: no drafter can do better
+==========  ============================================================================================
+
+The drafts are made by the product's own matchers. A replay that gives another text than the output ends the run.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import environment, write_json
+from rich.console import Console
+from rich.table import Table
+
+from vllm_specplus.config.keys import DEFAULT_NGRAM_SIZES, CommonKeys
+from vllm_specplus.proposers import History, HybridDrafter, Matcher, NgramMatcher, SuffixMatcher
+from vllm_specplus.proposers.reference_text import ReferenceText
+
+OVERRIDE_LEN = 4
+ALL = "all"
+_REQUEST = "replay"
+
+
+class TraceError(ValueError):
+    """A trace file that cannot be replayed; the message names the trace and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One recorded text.
+
+    text: [num_prompt_tokens + num_output_tokens] int32. drafts: the draft model's, one list for each output token.
+    reference: [n] int32, or None.
+    """
+
+    kind: str
+    name: str
+    text: np.ndarray
+    num_prompt_tokens: int
+    drafts: list[list[int]]
+    reference: np.ndarray | None
+
+    @property
+    def output(self) -> np.ndarray:
+        return self.text[self.num_prompt_tokens :]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a row is about; costs are shares of a step of the target alone."""
+
+    passes: int
+    window: int
+    draft_cost: float
+    slot_cost: float
+
+    def cost(self, passes: int, num_drafts: int) -> float:
+        """The cost of one step."""
+        return 1 + self.draft_cost * passes + self.slot_cost * num_drafts
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the result; its fields are those of the JSON."""
+
+    way: str
+    kind: str
+    passes: int
+    window: int
+    draft_cost: float
+    slot_cost: float
+    tokens_per_step: float
+    speed: float
+
+
+Drafts = list[list[int]]
+"""What a way drafts once each output token of a trace is known, whatever the steps."""
+
+
+def read_traces(path: Path, passes: int) -> list[Trace]:
+    """Read a trace file.
+
+    Raises:
+        TraceError: it is no list of traces, or a trace lacks drafts for `passes`.
+    """
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(rows, list) or not rows:
+        raise TraceError(f"{path}: must be a list of one trace or more")
+    return [_trace(row, number, passes) for number, row in enumerate(rows)]
+
+
+def _trace(row: Any, number: int, passes: int) -> Trace:
+    try:
+        kind, name, drafts = str(row["kind"]), str(row["name"]), row["drafts"]
+        prompt, output = (np.array(row[key], np.int32).reshape(-1) for key in ("prompt", "output"))
+        reference = np.array(row["reference"], np.int32) if "reference" in row else None
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"trace {number}: needs kind, name, prompt, output and drafts: {error!r}") from None
+    if kind == ALL:
+        raise TraceError(f"trace {name!r}: kind {ALL!r} is not allowed: it stands for all kinds together")
+    if len(output) < 2 or len(drafts) != len(output):
+        raise TraceError(f"trace {name!r}: needs two output tokens or more, and as many lists of drafts")
+    for i, row_drafts in enumerate(drafts):
+        # Nothing behind the end of the output is ever verified.
+        if len(row_drafts) < min(passes, len(output) - 1 - i):
+            raise TraceError(f"trace {name!r}: drafts[{i}] has {len(row_drafts)} tokens, fewer than {passes} passes")
+    return Trace(kind, name, np.concatenate((prompt, output)), len(prompt), drafts, reference)
+
+
+def histories(trace: Trace) -> Iterator[History]:
+    """The history of the trace as it stands when each output token is known."""
+    for i in range(len(trace.output)):
+        num_tokens = np.array([trace.num_prompt_tokens + i + 1])
+        yield History([_REQUEST], trace.text[None], num_tokens, np.array([trace.num_prompt_tokens]))
+
+
+def new_ngram_matcher(trace: Trace) -> NgramMatcher:
+    longest, shortest = DEFAULT_NGRAM_SIZES
+    return NgramMatcher(1, len(trace.text), min_ngram_size=shortest, max_ngram_size=longest)
+
+
+def new_suffix_matcher() -> SuffixMatcher:
+    fields, prefix = CommonKeys.model_fields, "suffix_decoding_"
+    return SuffixMatcher(**{key.removeprefix(prefix): fields[key].default for key in fields if key.startswith(prefix)})
+
+
+def matched(matcher: Matcher, trace: Trace, window: int) -> Drafts:
+    """What a matcher drafts from the history alone."""
+    limit = np.array([window], np.int32)
+    drafts = [matcher.match(history, None, limit).to_lists()[0] for history in histories(trace)]
+    matcher.retain([])
+    return drafts
+
+
+def joined(trace: Trace, passes: int, window: int, override_len: int) -> Drafts:
+    """What a hybrid of the draft model and the n-gram match drafts."""
+    drafter = HybridDrafter(
+        new_ngram_matcher(trace),
+        num_model_steps=passes,
+        num_speculative_tokens=window,
+        match_override_len=override_len,
+    )
+    limit, drafts = np.array([window], np.int32), []
+    for history, row in zip(histories(trace), trace.drafts, strict=True):
+        model_drafts = np.array([(row + [0] * passes)[:passes]], np.int32)
+        drafts.append(drafter.draft(history, model_drafts, limit).token_ids[0])
+    return drafts
+
+
+def cited(trace: Trace, window: int) -> Drafts:
+    """What the trace's reference drafts."""
+    assert trace.reference is not None
+    longest, shortest = DEFAULT_NGRAM_SIZES
+    text = ReferenceText(trace.reference, edit=True, min_ngram_size=shortest, max_ngram_size=longest)
+    return [text.draft(trace.output[: i + 1], window).tolist() for i in range(len(trace.output))]
+
+
+def num_right(drafts: Sequence[int], truth: np.ndarray) -> int:
+    """How many leading drafts the output confirms."""
+    right = 0
+    for draft, token in zip(drafts, truth.tolist(), strict=False):
+        if draft != token:
+            break
+        right += 1
+    return right
+
+
+def replay(trace: Trace, drafts: Drafts, passes: int, setting: Setting) -> tuple[int, float]:
+    """Steps and cost of a trace; the first output token is there before the first step.
+
+    Raises:
+        RuntimeError: the steps gave another text than the output.
+    """
+    position, num_steps, cost, tokens = 0, 0, 0.0, [int(trace.output[0])]
+    while position < len(trace.output) - 1:
+        row = drafts[position]
+        accepted = num_right(row, trace.output[position + 1 : -1])
+        tokens += [*row[:accepted], int(trace.output[position + accepted + 1])]
+        cost += setting.cost(passes, len(row))
+        num_steps += 1
+        position += accepted + 1
+    if tokens != trace.output.tolist():
+        raise RuntimeError(f"{trace.name}: the replay gave another text than the output")
+    return num_steps, cost
+
+
+def best_in_hindsight(trace: Trace, offers: Sequence[tuple[Drafts, int | None]], setting: Setting) -> tuple[int, float]:
+    """Steps and cost of the cheapest sequence of steps whose drafts are all right.
+
+    Args:
+        trace: the text.
+        offers: drafts at each position, with the passes that they need; None = one for each draft.
+        setting: the costs.
+    """
+    last = len(trace.output) - 1
+    cost, steps = [0.0] * (last + 1), [0] * (last + 1)
+    for position in range(last - 1, -1, -1):
+        truth = trace.output[position + 1 : -1]
+        choices = {0: 0}  # accepted drafts -> fewest passes
+        for drafts, passes in offers:
+            for n in range(1, num_right(drafts[position], truth) + 1):
+                needed = n if passes is None else passes
+                choices[n] = min(needed, choices.get(n, needed))
+        best = min((setting.cost(passes, n) + cost[position + n + 1], n) for n, passes in choices.items())
+        cost[position], steps[position] = best[0], 1 + steps[position + best[1] + 1]
+    return steps[0], cost[0]
+
+
+def offers_of(traces: Sequence[Trace], passes: int, window: int) -> dict[str, list[Drafts | None]]:
+    """By way, what it drafts on each trace; None where it has nothing to say. `model` drafts as often as it passes."""
+    suffix = new_suffix_matcher()
+    return {
+        "model": [[row[:passes] for row in trace.drafts] for trace in traces],
+        "ngram": [matched(new_ngram_matcher(trace), trace, window) for trace in traces],
+        "suffix": [matched(suffix, trace, window) for trace in traces],
+        "append": [joined(trace, passes, window, 0) for trace in traces],
+        "override": [joined(trace, passes, window, OVERRIDE_LEN) for trace in traces],
+        "reference": [None if trace.reference is None else cited(trace, window) for trace in traces],
+    }
+
+
+def rows_of(traces: Sequence[Trace], offers: dict[str, list[Drafts | None]], setting: Setting) -> list[Row]:
+    """The rows of one setting.
+
+    Args:
+        traces: what is replayed.
+        offers: of `offers_of`, for the setting's passes and window.
+        setting: passes, window and costs.
+    """
+    passes = setting.passes
+    nothing: list[Drafts | None] = [[[]] * len(trace.output) for trace in traces]
+    ways = [("none", 0, nothing)]
+    for length in range(1, passes + 1):
+        ways.append(("model", length, [[row[:length] for row in drafts or ()] for drafts in offers["model"]]))
+    ways += [(way, 0, offers[way]) for way in ("ngram", "suffix", "reference")]
+    ways += [(way, passes, offers[way]) for way in ("append", "override")]
+
+    rows = []
+    for way, num_passes, drafts in ways:
+        results = [
+            None if one is None else replay(trace, one, num_passes, setting)
+            for trace, one in zip(traces, drafts, strict=True)
+        ]
+        rows += summed(way, num_passes, setting, traces, results)
+    # Of the model's drafts each costs a pass of its own, so fewer may do; what joins them needs all of them.
+    needs = {"model": None, "ngram": 0, "suffix": 0, "append": passes, "override": passes, "reference": 0}
+    best: list[tuple[int, float] | None] = []
+    for i, trace in enumerate(traces):
+        found = [(drafts, needs[way]) for way in needs if (drafts := offers[way][i]) is not None]
+        best.append(best_in_hindsight(trace, found, setting))
+    return rows + summed("hindsight", passes, setting, traces, best)
+
+
+def summed(
+    way: str,
+    passes: int,
+    setting: Setting,
+    traces: Sequence[Trace],
+    results: Sequence[tuple[int, float] | None],
+) -> list[Row]:
+    """The rows of a way, one for each kind and one for all, from the steps and the cost of each trace."""
+    rows = []
+    for kind in (*dict.fromkeys(trace.kind for trace in traces), ALL):
+        of_kind = [
+            (len(trace.output) - 1, *result)
+            for trace, result in zip(traces, results, strict=True)
+            if result is not None and kind in (trace.kind, ALL)
+        ]
+        if of_kind:
+            tokens, steps, cost = (sum(column) for column in zip(*of_kind, strict=True))
+            window, draft_cost, slot_cost = setting.window, setting.draft_cost, setting.slot_cost
+            rows.append(Row(way, kind, passes, window, draft_cost, slot_cost, tokens / steps, tokens / cost))
+    return rows
+
+
+def print_table(rows: Sequence[Row], setting: Setting, console: Console) -> None:
+    """Print one setting's rows: a line for each way, a column for each kind."""
+    kinds = list(dict.fromkeys(row.kind for row in rows))
+    title = (
+        f"window {setting.window}, passes {setting.passes} of {setting.draft_cost:g}, slots of {setting.slot_cost:g}: "
+        "speed (tokens per step)"
+    )
+    table = Table(title=title)
+    table.add_column("way", no_wrap=True)
+    for kind in kinds:
+        table.add_column(kind, justify="right", no_wrap=True)
+    for (way, passes), group in itertools.groupby(rows, key=lambda row: (row.way, row.passes)):
+        cells = {row.kind: f"{row.speed:.2f} ({row.tokens_per_step:.2f})" for row in group}
+        table.add_row(f"{way} {passes}" if way == "model" else way, *(cells.get(kind, "-") for kind in kinds))
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, required=True, metavar="FILE", help="what benchmarks/record.py wrote")
+    parser.add_argument("--passes", type=int, nargs="+", default=[1, 3], metavar="N", help="default: 1 3")
+    parser.add_argument("--window", type=int, nargs="+", default=[5, 10], metavar="N", help="default: 5 10")
+    parser.add_argument("--draft-cost", type=float, nargs="+", default=[0.08], metavar="C", help="default: .08")
+    parser.add_argument("--slot-cost", type=float, nargs="+", default=[0.02], metavar="C", help="default: .02")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    args = parser.parse_args()
+    if min(args.passes) < 1 or min(args.window) < max(args.passes):
+        parser.error("each of --passes must be at least 1, and each --window at least as large as all of them")
+    if min(*args.draft_cost, *args.slot_cost, 0) < 0:
+        parser.error("costs must not be negative")
+    try:
+        traces = read_traces(args.traces, max(args.passes))
+    except TraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    rows = []
+    for passes, window in itertools.product(args.passes, args.window):
+        offers = offers_of(traces, passes, window)
+        for draft_cost, slot_cost in itertools.product(args.draft_cost, args.slot_cost):
+            setting = Setting(passes, window, draft_cost, slot_cost)
+            found = rows_of(traces, offers, setting)
+            print_table(found, setting, console)
+            rows += found
+    if args.json:
+        report = {"environment": environment("vllm-specplus", "numpy", "arctic-inference"), "traces": args.traces.name}
+        write_json(args.json, report | {"rows": [asdict(row) for row in rows]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

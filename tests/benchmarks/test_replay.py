@@ -1,0 +1,82 @@
+"""The replay of traces: costs, choices and messages, on texts whose result is known."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "replay.py"
+PERIOD = [5, 6, 7, 8, 9]
+
+
+def trace(**changes: Any) -> dict[str, Any]:
+    """Twenty tokens that repeat with the prompt's period; the draft model's first draft is right, its second wrong."""
+    output = PERIOD * 4
+    drafts = [[*output[i + 1 : i + 2], 99][:2] for i in range(len(output))]
+    return {"kind": "period", "name": "one", "prompt": PERIOD * 2, "output": output, "drafts": drafts} | changes
+
+
+def run(tmp_path: Path, traces: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "traces.json"
+    file.write_text(traces if isinstance(traces, str) else json.dumps(traces))
+    command = [sys.executable, str(SCRIPT), "--traces", str(file), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def rows(tmp_path: Path, traces: Any, *arguments: str) -> dict[tuple[str, str, int], dict[str, Any]]:
+    out = tmp_path / "rows.json"
+    done = run(tmp_path, traces, *arguments, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    return {(row["way"], row["kind"], row["passes"]): row for row in json.loads(out.read_text())["rows"]}
+
+
+def test_steps_and_costs(tmp_path: Path) -> None:
+    """19 tokens come in steps; a step costs 1 + .1 a pass + .05 a draft."""
+    reference = {"reference": PERIOD * 4, "name": "two", "kind": "cited"}
+    settings = ("--passes", "2", "--window", "4", "--draft-cost", ".1", "--slot-cost", ".05")
+    found = rows(tmp_path, [trace(), trace(**reference)], *settings)
+    one = {way: row for (way, kind, passes), row in found.items() if kind == "period" and (way, passes) != ("model", 2)}
+    steps = {way: 19 / row["tokens_per_step"] for way, row in one.items()}
+    # One draft of the model's is right, and four of a match. Behind a wrong draft of the model's all that is joined is lost.
+    assert steps == pytest.approx(
+        {"none": 19, "model": 10, "ngram": 4, "suffix": 4, "append": 10, "override": 4, "hindsight": 4}
+    )
+    assert one["none"]["speed"] == 1
+    assert one["model"]["speed"] == pytest.approx(19 / (10 * (1 + 0.1 + 0.05)))
+    assert one["ngram"]["speed"] == pytest.approx(19 / (4 * (1 + 4 * 0.05)))
+    assert one["hindsight"]["speed"] == pytest.approx(19 / (4 + 15 * 0.05))
+    assert found["reference", "cited", 0]["tokens_per_step"] == pytest.approx(19 / 4)
+    assert ("reference", "period", 0) not in found
+    assert found["model", "all", 2]["tokens_per_step"] == pytest.approx(19 / 10)
+    assert all(row["speed"] <= found["hindsight", kind, 2]["speed"] + 1e-9 for (_, kind, _), row in found.items())
+
+
+def test_several_values_are_taken(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    options = ("--passes", "1", "2", "--window", "2", "6", "--draft-cost", "0", ".2", "--slot-cost", "0", ".1")
+    assert run(tmp_path, [trace()], *options, "--json", str(out)).returncode == 0
+    report = json.loads(out.read_text())["rows"]
+    assert {(row["window"], row["draft_cost"], row["slot_cost"]) for row in report} == {
+        (window, draft, slot) for window in (2, 6) for draft in (0, 0.2) for slot in (0, 0.1)
+    }
+
+
+@pytest.mark.parametrize(
+    ("traces", "message"),
+    [
+        ("{", "cannot be read"),
+        ([], "must be a list of one trace or more"),
+        ([{"kind": "k"}], "trace 0: needs kind, name, prompt, output and drafts"),
+        ([trace(kind="all")], "kind 'all' is not allowed"),
+        ([trace(drafts=[[1, 2]])], "needs two output tokens or more, and as many lists of drafts"),
+        ([trace(drafts=[[1]] * 20)], r"drafts[0] has 1 tokens, fewer than 2 passes"),
+    ],
+)
+def test_a_bad_file_gets_one_line(traces: Any, message: str, tmp_path: Path) -> None:
+    done = run(tmp_path, traces, "--passes", "2", "--window", "4")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
