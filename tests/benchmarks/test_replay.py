@@ -40,7 +40,7 @@ def test_steps_and_costs(tmp_path: Path) -> None:
     found = rows(tmp_path, [trace(), trace(**reference)], *settings)
     one = {way: row for (way, kind, passes), row in found.items() if kind == "period" and (way, passes) != ("model", 2)}
     steps = {way: 19 / row["tokens_per_step"] for way, row in one.items()}
-    # One draft of the model's is right, and four of a match. Behind a wrong draft of the model's all that is joined is lost.
+    # One draft of the model's is right, and four of a match. What is joined behind the wrong one is lost.
     assert steps == pytest.approx(
         {"none": 19, "model": 10, "ngram": 4, "suffix": 4, "append": 10, "override": 4, "hindsight": 4}
     )
