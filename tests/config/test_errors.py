@@ -67,8 +67,8 @@ def test_number_bounds(key: str, good: list[Any], bad: list[Any]) -> None:
     ("key", "value", "allowed", "hint"),
     [
         ("mtp_strategy", "with_ngam", '"default", "with_ngram", "with_suffix"', "with_ngram"),
-        ("verify_strategy", "target-match", '"topp", "greedy", "target_match", "rejection"', "target_match"),
-        ("verify_strategy", "standard", '"topp", "greedy", "target_match", "rejection"', None),
+        ("verify_strategy", "target-match", '"greedy", "target_match", "topp", "rejection"', "target_match"),
+        ("verify_strategy", "standard", '"greedy", "target_match", "topp", "rejection"', None),
         ("accept_policy", "acept_all", '"normal", "accept_all", "reject_all"', "accept_all"),
         ("accept_policy", None, '"normal", "accept_all", "reject_all"', None),
         ("mtp_strategy", 1, '"default", "with_ngram", "with_suffix"', None),

@@ -11,6 +11,10 @@ from vllm_specplus.config.explain import explain
 
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
 TOPP = MTP | {"verify_strategy": "topp"}
+ALL_STEPS = HYBRID | {"num_model_steps": 4}
+NAIVE = {"method": "naive"}
+NAIVE_TOPP = NAIVE | {"verify_strategy": "topp"}
+ACCEPT_ALL = {"accept_policy": "accept_all"}
 
 
 @pytest.fixture(autouse=True)
@@ -28,23 +32,31 @@ def sentence(config: dict[str, Any], key: str) -> str:
     ("config", "key", "says"),
     [
         (MTP, "method", "is run by vLLM alone: the model's own MTP head drafts."),
-        (HYBRID, "method", "fills the first slots of a request"),
+        (HYBRID, "method", "fills the first slot of a request"),
         (NGRAM | {"max_ngram_size": 3}, "method", "an earlier match of the text's last tokens"),
         ({"method": "naive"}, "method", "drafts nothing."),
         ({"method": "naive", "num_speculative_tokens": 3}, "method", "reference text alone."),
         (MTP, "num_speculative_tokens", "=4 gives each request 4 slots"),
         (HYBRID, "num_speculative_tokens", "up to 4 slots"),
         ({"method": "naive", "num_speculative_tokens": 0}, "num_speculative_tokens", "no slot"),
-        (HYBRID | {"num_model_steps": 2}, "num_model_steps", "runs the draft model 2 times a step"),
+        (
+            HYBRID | {"num_model_steps": 2},
+            "num_model_steps",
+            "runs the draft model 2 times a step, which fills the first 2 slots.",
+        ),
         (MTP | {"num_model_steps": 4}, "num_model_steps", "makes anyway."),
         (HYBRID, "mtp_strategy", "after the model's 1 from matches in the request's own text."),
         (MTP | {"mtp_strategy": "with_suffix"}, "mtp_strategy", "suffix trees"),
         (MTP | {"mtp_strategy": "default"}, "mtp_strategy", "as without this key."),
         (MTP | {"draft_strategy": "with_ngram"}, "draft_strategy", "is a synonym of mtp_strategy, which fills"),
-        (HYBRID | {"max_ngram_size": 7}, "max_ngram_size", "the last 7 tokens"),
+        (HYBRID | {"max_ngram_size": 7}, "max_ngram_size", "the last 7 tokens of the text."),
         (HYBRID | {"prompt_lookup_min": 3}, "prompt_lookup_min", "no match of fewer than 3 tokens."),
         (MTP | {"prompt_lookup_min": 3}, "prompt_lookup_min", "has no effect in this configuration."),
-        (HYBRID | {"match_override_len": 4}, "match_override_len", "where at least 4 tokens match."),
+        (
+            HYBRID | {"match_override_len": 4},
+            "match_override_len",
+            "puts a match of at least 4 tokens in place",
+        ),
         (HYBRID | {"match_override_len": 0}, "match_override_len", "keeps the model's drafts"),
         (SUFFIX | {"suffix_decoding_max_cached_requests": -1}, "suffix_decoding_max_cached_requests", "every past"),
         (
@@ -65,8 +77,53 @@ def sentence(config: dict[str, Any], key: str) -> str:
         (
             MTP | {"disable_padded_drafter_batch": True},
             "disable_padded_drafter_batch",
-            "which says of this key: Disable",
+            "goes to vLLM as true; vLLM says of this key: Disable",
         ),
+        (MTP | {"parallel_drafting": "False"}, "parallel_drafting", "goes to vLLM as false; vLLM says of this key: "),
+        (ALL_STEPS, "method", "fills every slot of a request"),
+        (ALL_STEPS, "num_model_steps", "runs the draft model 4 times a step, which fills every slot."),
+        (ALL_STEPS, "mtp_strategy", "has no effect in this configuration: the model fills every slot."),
+        (
+            ALL_STEPS | {"match_override_len": 3},
+            "mtp_strategy",
+            "fills no slot, as the model fills every one; only match_override_len acts, with matches in the request's",
+        ),
+        (TOPP | {"verify_window": 3}, "verify_window", "the next 3 drafts are first choices."),
+        (TOPP | {"verify_window": 4}, "verify_window", "never acts: it needs 4 drafts after the one that it saves"),
+        (NAIVE_TOPP | {"num_speculative_tokens": 1, "verify_window": 1}, "verify_window", "a request has 1 slot."),
+        (TOPP | ACCEPT_ALL, "verify_strategy", "is overridden by accept_policy: it only decides which token follows"),
+        (MTP | {"verify_strategy": "greedy", "accept_policy": "reject_all"}, "verify_strategy", "is overridden by"),
+        (MTP | {"verify_strategy": "greedy", "accept_policy": "normal"}, "verify_strategy", "the target's first"),
+        (TOPP | ACCEPT_ALL | {"max_candidate_len": 5}, "max_candidate_len", "samples only the 5 most likely tokens"),
+        (TOPP | ACCEPT_ALL | {"verify_window": 2}, "verify_window", "no effect in this configuration: accept_policy"),
+        (
+            NAIVE | {"verify_strategy": "greedy"},
+            "verify_strategy",
+            "only decides how tokens are sampled: nothing is drafted.",
+        ),
+        (NAIVE_TOPP | {"max_candidate_len": 5}, "max_candidate_len", "samples only the 5 most likely tokens"),
+        (
+            NAIVE_TOPP | {"verify_window": 2},
+            "verify_window",
+            "has no effect in this configuration: nothing is drafted.",
+        ),
+        (NAIVE | ACCEPT_ALL, "accept_policy", "has no effect in this configuration: nothing is drafted."),
+        (MTP | {"num_speculative_tokens": 1}, "num_speculative_tokens", "each request 1 slot for"),
+        (MTP | {"num_speculative_tokens": "1"}, "num_speculative_tokens", "each request 1 slot for"),
+        (NAIVE | {"num_speculative_tokens": 1}, "num_speculative_tokens", "up to 1 slot for"),
+        (HYBRID | {"num_model_steps": 1}, "num_model_steps", "model once a step, which fills the first slot."),
+        (HYBRID | {"max_ngram_size": 1}, "max_ngram_size", "the last 1 token of"),
+        (HYBRID | {"min_ngram_size": 1}, "min_ngram_size", "fewer than 1 token."),
+        (HYBRID | {"match_override_len": 1}, "match_override_len", "a match of at least 1 token in"),
+        (TOPP | {"max_candidate_len": 1}, "max_candidate_len", "only the most likely token of"),
+        (TOPP | {"verify_window": 1}, "verify_window", "if the next draft is a first choice."),
+        (
+            SUFFIX | {"suffix_decoding_max_cached_requests": 1},
+            "suffix_decoding_max_cached_requests",
+            "1 past answer in",
+        ),
+        (SUFFIX | {"suffix_decoding_max_spec_factor": 1.0}, "suffix_decoding_max_spec_factor", "at most 1 token for"),
+        (SUFFIX | {"suffix_decoding_max_tree_depth": 1}, "suffix_decoding_max_tree_depth", "to 1 token together."),
         (
             {"sp_type": "deterministic", "gen_num_per_cycle": 3},
             "sp_type",

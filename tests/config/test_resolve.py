@@ -1,5 +1,6 @@
 """What a config resolves to: every key, default and note."""
 
+import json
 import pickle
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from tests.config.helpers import HYBRID, MTP, NGRAM, UNLIMITED, options, pretend_arctic
 from vllm_specplus.config import SpecPlusOptions, resolve
+from vllm_specplus.config.explain import explain
+from vllm_specplus.config.keys import CommonKeys
 from vllm_specplus.config.stock_keys import stock_keys
 
 
@@ -15,6 +18,7 @@ def _arctic_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_arctic(monkeypatch, True)
 
 
+NAIVE = {"method": "naive"}
 STOCK = [
     {},
     MTP,
@@ -59,9 +63,11 @@ def test_hybrid_defaults() -> None:
     assert resolve(HYBRID).vllm == MTP
 
 
-@pytest.mark.parametrize(
+WITH_EACH_KEY = pytest.mark.parametrize(
     ("key", "value", "base"),
     [
+        ("method", "eagle", {**HYBRID, "model": "org/head"}),
+        ("num_speculative_tokens", 7, HYBRID),
         ("num_model_steps", 2, HYBRID),
         ("mtp_strategy", "with_ngram", MTP),
         ("mtp_strategy", "with_suffix", MTP),
@@ -81,12 +87,28 @@ def test_hybrid_defaults() -> None:
         ("accept_policy", "reject_all", MTP),
     ],
 )
+
+
+@WITH_EACH_KEY
 def test_each_key_reaches_the_options(key: str, value: Any, base: dict[str, Any]) -> None:
-    with_key = resolve({**base, key: value})
-    without = resolve({name: kept for name, kept in base.items() if name != key})
+    config = {**base, key: value}
+    is_required = key in ("method", "num_speculative_tokens")
+    with_key = resolve(config)
+    without = resolve({name: kept for name, kept in base.items() if name != key or is_required})
     assert with_key.options is not None
     assert getattr(with_key.options, key) == value
     assert with_key.options != without.options
+    # The log and `vllm-specplus check` print it.
+    assert json.loads(with_key.as_json())["options"][key] == value
+    (line,) = [line for line in explain(config, with_key) if line.startswith(f"{key}=")]
+    assert "goes to vLLM" not in line
+    assert "has no effect" not in line
+
+
+def test_each_key_of_the_model_is_among_them() -> None:
+    _, rows = WITH_EACH_KEY.args
+    assert {key for key, *_ in rows} == set(CommonKeys.model_fields)
+    assert list(SpecPlusOptions.model_fields) == list(CommonKeys.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +177,24 @@ def test_stock_ngram_keys_in_a_hybrid() -> None:
     assert resolved.options is not None
     assert resolved.options.max_ngram_size == 7
     assert resolved.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("config", "unused"),
+    [
+        (NAIVE, {"max_ngram_size", "min_ngram_size"}),
+        ({**NAIVE, "verify_strategy": "topp"}, {"max_ngram_size", "verify_window", "accept_policy"}),
+        ({**MTP, "verify_strategy": "topp", "accept_policy": "accept_all"}, {"verify_window"}),
+        # The reference of a request is matched, and its drafts are verified.
+        ({**NAIVE, "num_speculative_tokens": 3, "verify_strategy": "topp"}, set()),
+    ],
+)
+def test_the_log_leaves_out_what_nothing_uses(config: dict[str, Any], unused: set[str]) -> None:
+    shown = set(json.loads(resolve(config).as_json())["options"])
+    may_be_shown = {"max_ngram_size", "min_ngram_size", "max_candidate_len", "verify_window", "accept_policy"}
+    assert not shown & unused
+    if not unused:
+        assert may_be_shown <= shown
 
 
 def test_naive() -> None:

@@ -2,8 +2,9 @@
 
 import copy
 import importlib
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -105,7 +106,14 @@ ACCEPTED = [
     SUFFIX | UNLIMITED | {"num_speculative_tokens_per_batch_size": [[1, 8, 2]]},
     {"method": "naive", "rejection_sample_method": "block"},
 ]
-MODULES = ("tests.config.test_resolve", "tests.config.test_errors", "tests.config.test_aliases")
+MODULES = (
+    "tests.config.test_resolve",
+    "tests.config.test_errors",
+    "tests.config.test_aliases",
+    "tests.config.test_explain",
+    "tests.engine.test_patch",
+    "tests.test_cli",
+)
 MODEL_KEYS = ("model", "draft_model_name_or_path", "sp_checkpoint_path")
 # There is no tiny checkpoint for them.
 NO_CHECKPOINT = ("medusa", "mlp_speculator", "dflash", "dspark")
@@ -135,18 +143,34 @@ def examples() -> Iterator[dict[str, Any]]:
 
 
 def _parameters() -> Iterator[dict[str, Any]]:
-    """The parameters called `config` of the tests in `MODULES`, and the examples of migration."""
+    """The configs of the tests in `MODULES`: parameters, constants, and the examples of migration.
+
+    A config is a parameter called `config`, or `base` with the parameters `key` and `value`, or with `keys`. Left out
+    are configs that a test's body puts together, and JSON text.
+    """
     for name in MODULES:
         module = importlib.import_module(name)
-        for function in vars(module).values():
-            for mark in getattr(function, "pytestmark", ()):
-                names = mark.args[0] if mark.name == "parametrize" else ""
-                names = [part.strip() for part in names.split(",")] if isinstance(names, str) else list(names)
-                if "config" in names:
-                    place = names.index("config")
-                    rows = mark.args[1] if len(names) > 1 else [(value,) for value in mark.args[1]]
-                    yield from (row[place] for row in rows if isinstance(row[place], dict))
+        for value in vars(module).values():
+            if isinstance(value, dict) and "method" in value:
+                yield value
+            for row in _rows(getattr(value, "pytestmark", ())):
+                if isinstance(row.get("config"), dict):
+                    yield row["config"]
+                elif isinstance(row.get("base"), dict):
+                    yield row["base"] | row.get("keys", {}) | ({row["key"]: row["value"]} if "key" in row else {})
         yield from (example["given"] for example in getattr(module, "EXAMPLES", ()))
+
+
+def _rows(marks: Iterable[pytest.Mark]) -> Iterator[dict[str, Any]]:
+    """Each combination of a test's parameters, by name."""
+    tables = []
+    for mark in marks:
+        if mark.name == "parametrize":
+            names, rows = mark.args
+            names = [part.strip() for part in names.split(",")] if isinstance(names, str) else list(names)
+            tables.append([dict(zip(names, row if len(names) > 1 else (row,), strict=False)) for row in rows])
+    for parts in itertools.product(*tables):
+        yield {name: value for part in parts for name, value in part.items()}
 
 
 @pytest.fixture(scope="module")

@@ -143,9 +143,10 @@ SAMPLED_DRAFTS = {"draft_sample_method": "probabilistic"}
         # These drafts are not sampled, whatever a model's would be.
         (NGRAM | SAMPLED_DRAFTS, "target_match"),
         (HYBRID | {"rejection_sample_method": "standard"}, "target_match"),
+        # vLLM has this verifier on V2 alone; on V1 it runs the standard one.
+        (HYBRID | {"rejection_sample_method": "block"}, "target_match"),
         # The user has chosen.
         (HYBRID | {"verify_strategy": "topp"}, "topp"),
-        (HYBRID | {"rejection_sample_method": "block"}, None),
         (HYBRID | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}, None),
         # Nothing is verified.
         ({"method": "naive"}, None),

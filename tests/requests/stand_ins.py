@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from vllm_specplus.requests.check import HANDOVER_ENTRY, RequestCheck, handover
+from vllm_specplus.requests.check import RequestCheck, handover
 from vllm_specplus.requests.middleware import PredictedOutputs
-from vllm_specplus.requests.options import ResolvedOptions
+from vllm_specplus.requests.options import HANDOVER_ENTRY, ResolvedOptions
 from vllm_specplus.requests.response import count_tasks
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

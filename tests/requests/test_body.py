@@ -23,7 +23,7 @@ from tests.requests.stand_ins import (
     answer,
     letters,
 )
-from vllm_specplus.requests.check import HANDOVER_ENTRY
+from vllm_specplus.requests.options import HANDOVER_ENTRY
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from vllm_specplus.requests import check as request_check
-from vllm_specplus.requests.check import HANDOVER_ENTRY, RequestCheck, handover, install, without_request_check
+from vllm_specplus.requests.check import RequestCheck, handover, install, without_request_check
 from vllm_specplus.requests.options import (
+    HANDOVER_ENTRY,
     RESOLVED_ENTRY,
     RequestError,
     ResolvedOptions,

@@ -37,7 +37,7 @@ from vllm_specplus.requests.middleware import PredictedOutputs
         {"vllm_xargs": None},
         {"vllm_xargs": {}},
         {"vllm_xargs": {"mine": 1, "sp_edit": None}},
-        {"vllm_xargs": {"speaker": 1, "special_tokens": [2]}},
+        {"vllm_xargs": {"my_speaker": 1, "other_tokens": [2]}},
         {"stream": True},
     ],
 )

@@ -146,6 +146,14 @@ REQUEST_SEAMS = (
     ),
     Seam("vllm.sampling_params", "SamplingParams.extra_args", "read and set: a request's options"),
     Seam("vllm.exceptions", "VLLMValidationError", "raised where a request is refused"),
+    *(
+        Seam(
+            f"vllm.entrypoints.openai.{kind}.serving",
+            "logger",
+            "read: the logger whose tracebacks of refused streams are shortened",
+        )
+        for kind in ("chat_completion", "completion")
+    ),
     Seam("vllm.envs", "VLLM_USE_RUST_FRONTEND", "read: whether requests pass the check"),
     Seam("vllm.tokenizers", "get_tokenizer", "called: the tokenizer of references"),
     Seam("vllm.tokenizers.protocol", "TokenizerLike.max_chars_per_token", "read: how much of a reference is tokenised"),

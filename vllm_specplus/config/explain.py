@@ -1,4 +1,4 @@
-"""What each key of a speculative config does in that config, in a sentence: ``vllm-specplus check --explain``."""
+"""Explains each key of a speculative config in a sentence: ``vllm-specplus check --explain``."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,6 +44,20 @@ class _Config:
             return self.method == "suffix" or strategy == "with_suffix"
         return self.method in ("ngram", "ngram_gpu") or strategy == "with_ngram"
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is ever drafted."""
+        return self.options is not None and not self.options.num_speculative_tokens
+
+    @property
+    def overrides_strategy(self) -> bool:
+        """Whether `accept_policy` decides on the drafts in the strategy's place."""
+        return self.options is not None and self.options.accept_policy != "normal"
+
+    def as_vllm_reads(self, key: str, value: Any) -> Any:
+        """The value of one of vLLM's keys, which vLLM reads leniently: ``"3"`` is 3."""
+        return self.stock.keys[key].parse(key, value) if key in self.stock.keys else value
+
 
 def explain(raw: Mapping[str, Any], resolved: Resolved) -> list[str]:
     """One line for each key of `raw`, which `resolve` has resolved to `resolved`."""
@@ -81,7 +95,20 @@ def _effect(config: _Config, key: str, value: Any) -> str:
     if key in _EFFECTS:
         return _EFFECTS[key](config, value)
     summary = config.stock.keys[key].summary if key in config.stock.keys else ""
-    return f"goes to vLLM, which says of this key: {summary}" if summary else "goes to vLLM as it is"
+    says = f"; vLLM says of this key: {summary}" if summary else ""
+    return f"goes to vLLM as {show(config.as_vllm_reads(key, value))}{says}"
+
+
+def _count(number: float, noun: str) -> str:
+    return f"{number:g} {noun}" if number == 1 else f"{number:g} {noun}s"
+
+
+def _model_slots(options: SpecPlusOptions) -> str:
+    """The slots that the draft model of a hybrid fills."""
+    steps = options.num_model_steps
+    if steps == options.num_speculative_tokens:
+        return "every slot"
+    return "the first slot" if steps == 1 else f"the first {steps} slots"
 
 
 def _method(config: _Config, value: Any) -> str:
@@ -94,47 +121,89 @@ def _method(config: _Config, value: Any) -> str:
     if options is None:
         return f"is run by vLLM alone: {by}"
     if options.is_hybrid:
-        return f"fills the first slots of a request: {by}"
+        return f"fills {_model_slots(options)} of a request: {by}"
     return f"chooses the drafter: {by}"
 
 
 def _tokens(config: _Config, value: Any) -> str:
     options = config.options
     if options is None:
-        return f"gives each request {value} slots for drafts in a step"
+        slots = _count(config.as_vllm_reads("num_speculative_tokens", value), "slot")
+        return f"gives each request {slots} for drafts in a step"
     if not options.num_speculative_tokens:
         return "gives a request no slot for drafts"
     most = "up to " if options.drafts_from_history else ""
-    return f"gives each request {most}{options.num_speculative_tokens} slots for drafts in a step"
+    return f"gives each request {most}{_count(options.num_speculative_tokens, 'slot')} for drafts in a step"
 
 
 def _steps(config: _Config, value: Any) -> str:
     if config.options is None or not config.options.is_hybrid:
         return "is the number of passes that vLLM's drafter makes anyway"
-    return f"runs the draft model {value} times a step, which fills the first {value} slots"
+    times = "once" if value == 1 else f"{value} times"
+    return f"runs the draft model {times} a step, which fills {_model_slots(config.options)}"
 
 
 def _strategy(config: _Config, value: Any) -> str:
-    if config.options is None or not config.options.is_hybrid:
+    options, source = config.options, _HISTORY_SOURCES.get(value)
+    if options is None or not options.is_hybrid:
         return "leaves the slots to vLLM's drafter, as without this key"
-    return f"fills the slots after the model's {config.options.num_model_steps} from {_HISTORY_SOURCES[value]}"
+    if options.num_model_steps != options.num_speculative_tokens:
+        return f"fills the slots after the model's {options.num_model_steps} from {source}"
+    if options.match_override_len:
+        return f"fills no slot, as the model fills every one; only match_override_len acts, with {source}"
+    return f"{_NO_EFFECT}: the model fills every slot"
 
 
 def _override(config: _Config, value: Any) -> str:
     if not value:
         return "keeps the model's drafts, however long a match is"
-    return f"puts the match in place of the model's drafts where at least {value} tokens match"
+    return f"puts a match of at least {_count(value, 'token')} in place of the model's drafts"
 
 
 def _cached(config: _Config, value: Any) -> str:
     if value == -1:
         return "keeps every past answer in the tree that all requests share"
-    return f"keeps {value} past answers in the tree that all requests share" if value else "keeps no past answers"
+    shared = "in the tree that all requests share"
+    return f"keeps {_count(value, 'past answer')} {shared}" if value else "keeps no past answers"
 
 
 def _model(config: _Config, value: Any) -> str:
     what = "the MTP head" if config.method == "mtp" else "the draft model"
     return f"is where vLLM finds {what}; this command does not look there"
+
+
+def _verify_strategy(config: _Config, value: Any) -> str:
+    if config.is_idle:
+        return "only decides how tokens are sampled: nothing is drafted"
+    if config.overrides_strategy:
+        return "is overridden by accept_policy: it only decides which token follows the accepted drafts"
+    return TRAITS[value].effect
+
+
+def _candidates(config: _Config, value: Any) -> str:
+    only = "the most likely token" if value == 1 else f"the {value} most likely tokens"
+    verb = "samples" if config.is_idle or config.overrides_strategy else "accepts"
+    return f"{verb} only {only} of the nucleus"
+
+
+def _window(config: _Config, value: Any) -> str:
+    if not value:
+        return "saves no draft that fails"
+    if config.is_idle:
+        return f"{_NO_EFFECT}: nothing is drafted"
+    if config.overrides_strategy:
+        return f"{_NO_EFFECT}: accept_policy overrides it"
+    assert config.options is not None
+    width = config.options.num_speculative_tokens
+    if value >= width:
+        drafts, slots = _count(value, "draft"), _count(width, "slot")
+        return f"never acts: it needs {drafts} after the one that it saves, and a request has {slots}"
+    following = "the next draft is a first choice" if value == 1 else f"the next {value} drafts are first choices"
+    return f"accepts a draft that is the second choice if {following}"
+
+
+def _policy(config: _Config, value: Any) -> str:
+    return f"{_NO_EFFECT}: nothing is drafted" if config.is_idle else POLICY_EFFECTS[value]
 
 
 _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
@@ -143,20 +212,20 @@ _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
     "num_speculative_tokens": _tokens,
     "num_model_steps": _steps,
     "mtp_strategy": _strategy,
-    "max_ngram_size": lambda config, value: f"matches the last {value} tokens of the text first, then fewer",
-    "min_ngram_size": lambda config, value: f"takes no match of fewer than {value} tokens",
+    "max_ngram_size": lambda config, value: f"compares at most the last {_count(value, 'token')} of the text",
+    "min_ngram_size": lambda config, value: f"takes no match of fewer than {_count(value, 'token')}",
     "match_override_len": _override,
-    "suffix_decoding_max_tree_depth": lambda config, value: f"limits a match and its drafts to {value} tokens together",
-    "suffix_decoding_max_cached_requests": _cached,
-    "suffix_decoding_max_spec_factor": lambda config, value: f"drafts at most {value} tokens for each equal token",
-    "suffix_decoding_min_token_prob": lambda config, value: f"drafts no token of less than {value} probability",
-    "verify_strategy": lambda config, value: TRAITS[value].effect,
-    "max_candidate_len": lambda config, value: f"accepts only the {value} most likely tokens of the nucleus",
-    "verify_window": lambda config, value: (
-        f"accepts a draft that is the second choice if the next {value} drafts are first choices"
-        if value
-        else "saves no draft that fails"
+    "suffix_decoding_max_tree_depth": lambda config, value: (
+        f"limits a match and its drafts to {_count(value, 'token')} together"
     ),
-    "accept_policy": lambda config, value: POLICY_EFFECTS[value],
+    "suffix_decoding_max_cached_requests": _cached,
+    "suffix_decoding_max_spec_factor": lambda config, value: (
+        f"drafts at most {_count(value, 'token')} for each equal token"
+    ),
+    "suffix_decoding_min_token_prob": lambda config, value: f"drafts no token of less than {value} probability",
+    "verify_strategy": _verify_strategy,
+    "max_candidate_len": _candidates,
+    "verify_window": _window,
+    "accept_policy": _policy,
     "quantization": lambda config, value: f"reads the draft model's weights as {show(value)}",
 }

@@ -34,9 +34,17 @@ DEFAULT_NGRAM_SIZES = (5, 2)
 
 
 class CommonKeys(BaseModel):
-    """The keys that mean the same as written and as resolved, with their defaults."""
+    """The keys that the plugin reads, with their defaults, in the order of the documentation's table.
 
+    They are the fields of the user's keys and of the resolved options. `num_speculative_tokens` 0: not set.
+    """
+
+    method: str | None = None
+    num_speculative_tokens: DraftTokens = 0
+    num_model_steps: AtLeastOne | None = None
     mtp_strategy: MtpStrategy = "default"
+    max_ngram_size: AtLeastOne | None = None
+    min_ngram_size: AtLeastOne | None = None
     match_override_len: Annotated[int, Field(ge=0)] = 0
     suffix_decoding_max_tree_depth: AtLeastOne = 24
     suffix_decoding_max_cached_requests: Annotated[int, Field(ge=-1)] = 10000
@@ -52,40 +60,19 @@ HYBRID_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
 NAIVE = "naive"
 STOCK_NGRAM_KEYS = frozenset({"prompt_lookup_max", "prompt_lookup_min"})
 NGRAM_KEYS = ("max_ngram_size", "min_ngram_size")
-SUFFIX_KEYS = (
-    "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
-)
-OWN_KEYS = (
-    "num_model_steps",
-    "mtp_strategy",
-    *NGRAM_KEYS,
-    "match_override_len",
-    "verify_strategy",
-    "max_candidate_len",
-    "verify_window",
-    "accept_policy",
-)
+SUFFIX_KEYS = tuple(key for key in CommonKeys.model_fields if key.startswith("suffix_decoding_"))
+_VLLM_KEYS = ("method", "num_speculative_tokens", *SUFFIX_KEYS)
+OWN_KEYS = tuple(key for key in CommonKeys.model_fields if key not in _VLLM_KEYS)
 PLUGIN_NAMES = (*OWN_KEYS, *(name for name in SYNONYMS if name not in STOCK_NGRAM_KEYS))
 
 
 class UserKeys(CommonKeys):
-    """The keys that the plugin reads, under canonical names, as the user wrote them.
-
-    Strict: ``"3"``, ``3.0`` and ``true`` are no integers. `num_speculative_tokens` 0: the user did not set it.
-    """
+    """The keys under canonical names, as the user wrote them. Strict: ``"3"``, ``3.0`` and ``true`` are no integers."""
 
     model_config = ConfigDict(strict=True, frozen=True, defer_build=True)
 
-    method: str | None = None
     model: str | None = None
     quantization: str | None = None
-    num_speculative_tokens: DraftTokens = 0
-    num_model_steps: AtLeastOne | None = None
-    max_ngram_size: AtLeastOne | None = None
-    min_ngram_size: AtLeastOne | None = None
 
 
 class NaiveKeys(UserKeys):
@@ -114,7 +101,13 @@ class ParsedConfig:
 
     @property
     def is_hybrid(self) -> bool:
+        """Whether history matches follow the draft model's tokens."""
         return self.keys.mtp_strategy != "default"
+
+    @property
+    def num_model_steps(self) -> int | None:
+        """Forward passes of the draft model in a hybrid; None elsewhere."""
+        return (self.keys.num_model_steps or 1) if self.is_hybrid else None
 
     @property
     def names_ngram_sizes(self) -> bool:
@@ -163,8 +156,7 @@ def parse(config: NormalisedConfig, stock: StockKeys) -> ParsedConfig:
     """Check every value on its own.
 
     Raises:
-        SpecPlusConfigError: a key is unknown, a value has the wrong type or is out of bounds, vLLM has no such method
-            or quantization; one line for each wrong value.
+        SpecPlusConfigError: keys are unknown, or values are wrong; a line for each.
     """
     refuse_unknown_keys(config, stock)
     problems: list[SpecPlusConfigError] = []

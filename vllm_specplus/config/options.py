@@ -1,4 +1,4 @@
-"""The plugin's options, resolved."""
+"""The options that a config resolves to, and the questions that the runners ask of them."""
 
 from typing import Annotated, Any
 
@@ -7,32 +7,21 @@ from pydantic import ConfigDict, Field
 from vllm_specplus.config.keys import (
     DEFAULT_NGRAM_SIZES,
     MAX_DRAFT_TOKENS,
+    NAIVE,
     NGRAM_KEYS,
     SUFFIX_KEYS,
     AtLeastOne,
     CommonKeys,
 )
 
-HISTORY_METHODS = ("ngram", "suffix", "naive")
+HISTORY_METHODS = ("ngram", "suffix", NAIVE)
 """Methods that draft from text alone: the request's own, that of other requests, or (naive) its reference."""
-_ORDER = (
-    "method",
-    "num_speculative_tokens",
-    "num_model_steps",
-    "mtp_strategy",
-    *NGRAM_KEYS,
-    "match_override_len",
-    *SUFFIX_KEYS,
-    "verify_strategy",
-    "max_candidate_len",
-    "verify_window",
-    "accept_policy",
-)
 
 
 class SpecPlusOptions(CommonKeys):
     """The plugin's options, resolved, as the runners read them. Frozen; pickled to the workers.
 
+    num_model_steps: forward passes of the draft model in a hybrid; None elsewhere.
     mtp_strategy: how the slots after `num_model_steps` are filled.
     match_override_len: in a hybrid, a match of at least this many tokens replaces the model's drafts; 0: never.
     suffix_decoding_*: as vLLM's keys; -1 cached requests are no limit.
@@ -47,8 +36,6 @@ class SpecPlusOptions(CommonKeys):
     """The method that runs; vLLM's deprecated names for MTP are ``mtp`` here."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)]
     """Draft slots per request and step."""
-    num_model_steps: AtLeastOne | None = None
-    """Forward passes of the draft model in a hybrid; None elsewhere."""
     max_ngram_size: AtLeastOne = DEFAULT_NGRAM_SIZES[0]
     min_ngram_size: AtLeastOne = DEFAULT_NGRAM_SIZES[1]
     """The largest and the smallest n-gram size, in tokens."""
@@ -78,16 +65,19 @@ class SpecPlusOptions(CommonKeys):
         unused: set[str] = set()
         if not self.is_hybrid:
             unused |= {"num_model_steps", "mtp_strategy", "match_override_len"}
-        if not self.drafts_from_history:
+        if not self.drafts_from_history or not self.num_speculative_tokens:
             # A request's reference is matched by n-grams, whatever drafts beside it.
             unused |= set(NGRAM_KEYS)
         if not self.matches_suffixes:
             unused |= set(SUFFIX_KEYS)
         if self.verify_strategy != "topp":
             unused |= {"max_candidate_len", "verify_window"}
-        if self.verify_strategy is None:
-            unused.add("accept_policy")
-        return {key: getattr(self, key) for key in _ORDER if key not in unused}
+        if self.verify_strategy is None or not self.num_speculative_tokens:
+            # A strategy also samples where nothing is drafted, but then there is no draft to accept.
+            unused |= {"verify_window", "accept_policy"}
+        if self.accept_policy != "normal":
+            unused.add("verify_window")
+        return {key: getattr(self, key) for key in CommonKeys.model_fields if key not in unused}
 
     @property
     def suffix_matcher(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from vllm_specplus.config.keys import (
     OWN_KEYS,
     PLUGIN_NAMES,
     STOCK_NGRAM_KEYS,
+    CommonKeys,
     ParsedConfig,
     add_method_errors,
     add_quantization_errors,
@@ -116,9 +117,8 @@ def resolve(raw: Mapping[str, Any], *, strict: bool = False) -> Resolved:
             vLLM as it is, and vLLM reports its errors itself.
 
     Raises:
-        SpecPlusConfigError: a key is unknown, a value has the wrong type or is out of bounds, two names for one thing
-            have different values, keys cannot work together, vLLM would refuse its own keys, or the installed vLLM
-            cannot be read.
+        SpecPlusConfigError: a key is unknown, a value is wrong, keys cannot work together, vLLM would refuse its own
+            keys, or the installed vLLM cannot be read.
     """
     if not isinstance(raw, Mapping):
         raise config_error(f"expected a JSON object, got {show(raw)}")
@@ -222,30 +222,21 @@ def _options(parsed: ParsedConfig) -> tuple[SpecPlusOptions | None, list[str]]:
     if not rules.needs_options(parsed):
         return None, []
     keys = parsed.keys
-    assert parsed.method is not None
     tokens, notes = _draft_tokens(parsed)
     high, low, ngram_notes = rules.ngram_sizes(parsed)
     verify = keys.verify_strategy
     if verify is None and keys.accept_policy != "normal":
         verify = "target_match"
         notes.append(f"{parsed.setting('accept_policy')} runs on verify_strategy={show(verify)}")
-    return SpecPlusOptions(
-        method=parsed.method,
-        num_speculative_tokens=tokens,
-        num_model_steps=(keys.num_model_steps or 1) if parsed.is_hybrid else None,
-        mtp_strategy=keys.mtp_strategy,
-        max_ngram_size=high,
-        min_ngram_size=low,
-        match_override_len=keys.match_override_len,
-        suffix_decoding_max_tree_depth=keys.suffix_decoding_max_tree_depth,
-        suffix_decoding_max_cached_requests=keys.suffix_decoding_max_cached_requests,
-        suffix_decoding_max_spec_factor=keys.suffix_decoding_max_spec_factor,
-        suffix_decoding_min_token_prob=keys.suffix_decoding_min_token_prob,
-        verify_strategy=verify,
-        max_candidate_len=keys.max_candidate_len,
-        verify_window=keys.verify_window,
-        accept_policy=keys.accept_policy,
-    ), [*notes, *ngram_notes]
+    values = {key: getattr(keys, key) for key in CommonKeys.model_fields} | {
+        "method": parsed.method,
+        "num_speculative_tokens": tokens,
+        "num_model_steps": parsed.num_model_steps,
+        "max_ngram_size": high,
+        "min_ngram_size": low,
+        "verify_strategy": verify,
+    }
+    return SpecPlusOptions(**values), [*notes, *ngram_notes]
 
 
 def _draft_tokens(parsed: ParsedConfig) -> tuple[int, list[str]]:

@@ -1,6 +1,6 @@
 """The rules that join several keys: combinations that cannot work, and lines for the log."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm_specplus.config.errors import choices, config_error, not_allowed_error, setting
@@ -14,18 +14,13 @@ from vllm_specplus.config.keys import (
     SUFFIX_KEYS,
     ParsedConfig,
 )
-from vllm_specplus.config.stock_rules import suffix_available
+from vllm_specplus.config.stock_rules import SYNTHETIC_KEYS, suffix_available
 from vllm_specplus.strategies import TRAITS
 
 # vLLM's default of both n-gram sizes.
 _VLLM_NGRAM_SIZE = 5
 _NEEDS_MODEL_PATH = ("eagle", "eagle3", "draft_model")
 METHODS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix", NAIVE)
-_VLLM_VERIFIER_KEYS = (
-    "rejection_sample_method",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-)
 
 
 def check(parsed: ParsedConfig) -> None:
@@ -62,11 +57,6 @@ def active_keys(parsed: ParsedConfig) -> list[str]:
     for key in NGRAM_KEYS:
         is_active[key] = bool(set(parsed.config.names(key)) - STOCK_NGRAM_KEYS) and (getattr(keys, key) is not None)
     return [key for key, active in is_active.items() if active]
-
-
-def chooses_vllm_verifier(values: Mapping[str, Any]) -> bool:
-    """Whether vLLM's keys in `values` choose one of vLLM's verifiers other than its default."""
-    return any(values.get(key) not in (None, "standard") for key in _VLLM_VERIFIER_KEYS)
 
 
 def _require_method(parsed: ParsedConfig) -> None:
@@ -165,7 +155,7 @@ def _refuse_idle_topp_keys(parsed: ParsedConfig) -> None:
 
 def _refuse_two_verifiers(parsed: ParsedConfig) -> None:
     plugin_keys = [key for key in active_keys(parsed) if key in ("verify_strategy", "accept_policy")]
-    for key in _VLLM_VERIFIER_KEYS if plugin_keys else ():
+    for key in ("rejection_sample_method", *SYNTHETIC_KEYS) if plugin_keys else ():
         if parsed.values.get(key) not in (None, "standard"):
             raise not_allowed_error(
                 f"{parsed.setting(key)} with {parsed.setting(plugin_keys[0])}",
@@ -273,7 +263,7 @@ def effect_warnings(parsed: ParsedConfig) -> list[str]:
         lines.append(f"{setting('verify_strategy', strategy)} is lossy: {loss}")
     if keys.accept_policy == "accept_all":
         lines.append('accept_policy="accept_all" is for debugging: the drafts are the output')
-    if parsed.is_hybrid and (keys.num_model_steps or 1) == tokens and not keys.match_override_len:
+    if parsed.is_hybrid and parsed.num_model_steps == tokens and not keys.match_override_len:
         lines.append(
             f"num_model_steps={tokens} leaves no slot for {parsed.setting('mtp_strategy')}: "
             "set num_speculative_tokens to a larger number"

@@ -61,7 +61,7 @@ class StockKey:
 
 @dataclass(frozen=True)
 class StockKeys:
-    """What one installed vLLM knows.
+    """The keys, methods and other names of one installed vLLM.
 
     mtp_methods: ``mtp`` and vLLM's deprecated names for it. attention_backends: empty where they cannot be read.
     """

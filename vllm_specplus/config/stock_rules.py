@@ -1,9 +1,8 @@
-"""What vLLM's own checks refuse, as far as the config alone shows it.
+"""vLLM's own checks of its keys, as far as the config alone decides them.
 
-vLLM checks its keys when it builds its config, which needs the models. These rules foresee the result without them, so
-that `vllm-specplus check` and the engine agree. They mirror `SpeculativeConfig.__post_init__` and `_verify_args` of
-vLLM 0.32. What depends on a checkpoint, the platform or the engine
-is left to vLLM.
+vLLM checks its keys when it builds its config, which needs the models. These rules foresee the result without them. So
+`vllm-specplus check` and the engine agree. They mirror `SpeculativeConfig.__post_init__` and `_verify_args` of
+vLLM 0.32. vLLM alone judges checkpoints, the platform and the engine.
 """
 
 import importlib.util
@@ -24,7 +23,7 @@ _MODEL_FOUND = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "mtp", 
 # Methods whose checkpoint never states how many tokens to draft: a draft model has no such number, and vLLM compares
 # the one that is missing with an MTP head's.
 _TOKENS_NOT_FOUND = (*_NO_CHECKPOINT, "mtp", "draft_model")
-_SYNTHETIC_KEYS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
+SYNTHETIC_KEYS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 
 
 @dataclass(frozen=True)
@@ -167,13 +166,13 @@ def _suffix_error(config: StockConfig) -> SpecPlusConfigError | None:
 
 
 def _synthetic_error(config: StockConfig) -> SpecPlusConfigError | None:
-    found = [key for key in _SYNTHETIC_KEYS if key in config.values]
+    found = [key for key in SYNTHETIC_KEYS if key in config.values]
     if config.values.get("rejection_sample_method") != "synthetic":
         if not found:
             return None
         return not_allowed_error(config.setting(found[0]), 'it acts only with rejection_sample_method="synthetic"')
     if len(found) != 1:
-        return config_error(f'rejection_sample_method="synthetic" needs exactly one of {", ".join(_SYNTHETIC_KEYS)}')
+        return config_error(f'rejection_sample_method="synthetic" needs exactly one of {", ".join(SYNTHETIC_KEYS)}')
     value, tokens = config.values[found[0]], config.tokens
     if found[0] == "synthetic_acceptance_rates":
         is_falling = all(later <= earlier for earlier, later in pairwise(value))

@@ -1,4 +1,4 @@
-"""What the plugin cannot do in an engine: one function for each reason, which returns the error or None."""
+"""Refusals of engines that the plugin cannot serve: a function for each reason returns the error or None."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the plugin knows of an engine before vLLM builds it: platform, model runner, and the rule that verifies."""
+"""An engine before vLLM builds it: its platform, its model runner, and the rule that verifies its drafts."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -13,11 +13,12 @@ from vllm.platforms import current_platform
 from vllm_specplus.config import Resolved, SpecPlusOptions
 from vllm_specplus.config.errors import show
 from vllm_specplus.config.keys import NAIVE
-from vllm_specplus.config.rules import chooses_vllm_verifier
 from vllm_specplus.strategies import VerifyStrategy
 
 logger = init_logger("vllm.specplus")
 
+# Model Runner V1 has no verifier of its own for "block": it runs the default one.
+_DEFAULT_VERIFIER_ON_V1 = (None, "standard", "block")
 WORKERS = {
     "cpu": "vllm_specplus.engine.cpu_worker.SpecPlusCPUWorker",
     "cuda": "vllm_specplus.engine.worker.SpecPlusWorker",
@@ -50,7 +51,7 @@ class EngineSetup:
 
     @property
     def options(self) -> SpecPlusOptions:
-        """The plugin's options."""
+        """The options of `resolved`, which are not None here."""
         assert self.resolved.options is not None
         return self.resolved.options
 
@@ -59,12 +60,15 @@ def default_strategy(setup: EngineSetup) -> VerifyStrategy | None:
     """The strategy for an engine whose config names none; None: vLLM's own verification.
 
     On a CPU, vLLM's rejection sampling on Model Runner V1 reads memory that nothing wrote. So the plugin's lossless
-    rule for the drafts takes its place. V2's own verification is right everywhere.
+    rule for the drafts takes its place. V2's own verification is right everywhere. A verifier of another kind, such as
+    the synthetic one, stays vLLM's.
     """
     options = setup.options
     if options.verify_strategy is not None or setup.device_type != "cpu" or setup.on_v2:
         return None
-    if not options.num_speculative_tokens or chooses_vllm_verifier(setup.resolved.vllm):
+    if not options.num_speculative_tokens:
+        return None
+    if setup.resolved.vllm.get("rejection_sample_method") not in _DEFAULT_VERIFIER_ON_V1:
         return None
     has_sampled_drafts = options.is_hybrid and setup.resolved.vllm.get("draft_sample_method") == "probabilistic"
     return "rejection" if has_sampled_drafts else "target_match"

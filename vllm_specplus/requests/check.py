@@ -17,6 +17,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from vllm_specplus.requests.options import (
+    HANDOVER_ENTRY,
     RESOLVED_ENTRY,
     RequestError,
     RequestOptions,
@@ -24,9 +25,6 @@ from vllm_specplus.requests.options import (
     parse_options,
 )
 from vllm_specplus.requests.refusal import RefusedRequestError, shorten_stream_errors
-
-HANDOVER_ENTRY = "specplus_key"
-"""The entry of ``extra_args`` that names what `PredictedOutputs` has taken out of an HTTP request."""
 
 
 class Handover:

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
 from vllm_specplus.requests.body import RequestBody, read_body
-from vllm_specplus.requests.check import HANDOVER_ENTRY, RequestCheck, handover
+from vllm_specplus.requests.check import RequestCheck, handover
 from vllm_specplus.requests.engine_client import request_check
-from vllm_specplus.requests.options import RequestError, ResolvedOptions
+from vllm_specplus.requests.options import HANDOVER_ENTRY, RequestError, ResolvedOptions
 from vllm_specplus.requests.response import (
     JSON_TYPE,
     Report,

@@ -14,11 +14,11 @@ from vllm_specplus.config.errors import nearest, show
 
 RESOLVED_ENTRY = "specplus"
 """The entry of ``extra_args`` that the workers read; whatever a client writes there is replaced."""
+HANDOVER_ENTRY = "specplus_key"
+"""The entry of ``extra_args`` that names what `PredictedOutputs` has taken out of an HTTP request."""
 
 _INT32_END = 2**31
 _MAX_NAME_LENGTH = 80
-# Higher than in the config: `special_tokens` is another's key, `spec_token` is not.
-_MISSPELLING_CUTOFF = 0.9
 
 
 class RequestError(ValueError):
@@ -104,7 +104,7 @@ _KEYS_SHOWN_WITH_VALUE = ("sp_edit", "spec_tokens")
 def parse_options(extra_args: Mapping[str, Any]) -> RequestOptions | None:
     """Read a request's ``extra_args``; None if none of `KEYS` is among them.
 
-    Other keys are left to other plugins, unless they begin with ``sp_`` or nearly spell one of `KEYS`.
+    A key that begins with ``sp`` must be one of `KEYS`; other keys are left to other plugins.
 
     Raises:
         RequestError: an unknown key, a value of a wrong type or range, two references, or `sp_edit` 1 without a
@@ -126,11 +126,10 @@ def parse_options(extra_args: Mapping[str, Any]) -> RequestOptions | None:
 
 def _check_unknown_keys(extra_args: Mapping[str, Any]) -> None:
     for name in extra_args:
-        if not isinstance(name, str) or name in KEYS:
+        if not isinstance(name, str) or name in (*KEYS, RESOLVED_ENTRY, HANDOVER_ENTRY):
             continue
         spelling = name.lower().replace("-", "_")
-        is_near = spelling.startswith("sp") and nearest(spelling, KEYS, _MISSPELLING_CUTOFF) is not None
-        if spelling.startswith("sp_") or is_near:
+        if spelling.startswith("sp"):
             shown = name if name.isidentifier() and len(name) <= _MAX_NAME_LENGTH else show(name)
             meant = nearest(spelling, KEYS, cutoff=0.6)
             hint = f"did you mean {meant}? " if meant else ""
