@@ -17,12 +17,12 @@ step gives one token more than it accepts. Before the first step there is no out
 same. A drafter sees the tokens that are there, with -1 behind them. Modes: none; prompt lookup (`NgramMatcher`, the
 reference as the prompt); `sp_edit` 0 and 1 (`ReferenceText`).
 
-The ideal count is ceil(output tokens / (K + 1)), and one step for each edit: each renamed place is one, a move is two,
-the others are one. The goal: `sp_edit` 1 needs at most one step more than that per edit, on average, over all pairs of
-a tokenisation and K. No reference holds the tokens of a function or docstring from another file, or of a new name where
-it comes first, so no drafter of reference text can reach that there. The excess is therefore given a second time for
-the known text alone, that is, without these new tokens and without the steps that begin among them. What it takes to
-find back behind them counts.
+The ideal count is ceil(output tokens / (K + 1)), and one step for each edit. Each renamed place is one edit, a move is
+two, the others are one. The goal: `sp_edit` 1 needs at most one step more than that per edit, on average, over all
+pairs of a tokenisation and K. No reference holds some tokens: those of a function or docstring from another file, and
+those of a new name where it comes first. No drafter of reference text can reach the goal there. So the excess is also
+given for the known text alone: without these new tokens and the steps that begin among them. The steps to find back
+behind them count.
 
 A replay that gives another text than the true output ends the run without numbers.
 """
@@ -291,7 +291,7 @@ def replay(pair: Pair, mode: str, num_drafts: int, ngrams: tuple[int, int]) -> R
         if len(drafts) > num_drafts:
             raise AssertionError(f"{mode}: {len(drafts)} drafts, allowed are {num_drafts}")
         done, right = len(output), 0
-        # What a greedy model would say after each draft that it has agreed with.
+        # A greedy model would go on so after each draft that it has agreed with.
         while right < len(drafts) and done + right < len(truth) and drafts[right] == truth[done + right]:
             right += 1
         output += [*drafts[:right], *truth[done + right : done + right + 1]]

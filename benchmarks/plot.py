@@ -41,8 +41,8 @@ def read_rows(path: Path, drafts: int, logits: str) -> list[Row]:
         every = list(csv.DictReader(file))
     rows = [row for row in every if (int(row["drafts"]), row["logits"]) == (drafts, logits)]
     if not any(row["median_us"] for row in rows):
-        held = sorted({(int(row["drafts"]), row["logits"]) for row in every if row["median_us"]})
-        raise ValueError(f"{path} has no times for {drafts} drafts and {logits} logits; it has {held}")
+        available = sorted({(int(row["drafts"]), row["logits"]) for row in every if row["median_us"]})
+        raise ValueError(f"{path} has no times for {drafts} drafts and {logits} logits; it has {available}")
     return rows
 
 

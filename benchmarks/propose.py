@@ -2,14 +2,13 @@
 
     python benchmarks/propose.py [--quick] [--contexts 1024,...] [--batches 1,...] [--json FILE]
 
-Each cell is a batch of requests with one context length. A step appends 1 to 4 tokens to each
-request and drafts for all of them; its time includes turning the drafts into lists, as vLLM's
-proposer does. All run on one thread (vLLM 0.32 uses one anyway). Indexing a prompt when it is first
-seen is linear for us and for the suffix cache and is timed apart.
+Each cell is a batch of requests with one context length. A step appends 1 to 4 tokens to each request and drafts for
+all of them. Its time includes turning the drafts into lists, as vLLM's proposer does. All run on one thread (vLLM 0.32
+uses one anyway). Indexing a prompt when it is first seen is linear for us and for the suffix cache and is timed apart.
 
-The text: token ids by a Zipf law (exponent 1.1, 32,000 ids), in runs of 16 to 128 new tokens, each
-followed with probability 0.4 by a passage of 8 to 64 tokens copied from before. Eight such
-streams are made; each request is one of them, rotated.
+The text: token ids by a Zipf law (exponent 1.1, 32,000 ids), in runs of 16 to 128 new tokens. With probability 0.4 a
+passage of 8 to 64 tokens, copied from before, follows a run. Eight such streams are made; each request is one of them,
+rotated.
 
 Before and after a cell is timed, drafts of some of its requests are compared with a plain numpy search. vLLM's drafts
 are compared with its own definition: it takes the earliest occurrence where we take the most recent. A difference ends

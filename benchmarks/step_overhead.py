@@ -1,4 +1,4 @@
-"""What a verification step costs on vLLM's V1 runner: the plugin's strategies beside vLLM's own rejection sampler.
+"""The cost of a verification step on vLLM's V1 runner: the plugin's strategies beside vLLM's own rejection sampler.
 
     python benchmarks/step_overhead.py [--tiny] [--batches 1,...] [--drafts N] [--vocab N] [--json FILE]
 
@@ -7,7 +7,7 @@ vLLM's `RejectionSampler`. Both get the same bfloat16 logits, vLLM's metadata, a
 or logprobs. No engine is built: of the runner the samplers only need positions, which a stand-in has. Rows and
 drafts are the `peaked` ones of ``verify_cases.py``.
 
-*Threads.* One, unless OMP_NUM_THREADS says otherwise: vLLM leaves one core of each worker to its scheduler, so a worker
+*Threads.* One, unless OMP_NUM_THREADS says otherwise. vLLM leaves one core of each worker to its scheduler, so a worker
 on a machine of two cores runs one.
 
 *Right.* Each strategy's tokens are compared with ``verify/reference.py`` before it is timed, with seeded requests, for
@@ -17,8 +17,8 @@ where they are known, at temperature 0.
 *Times.* Median and quartiles of single calls. The methods take turns, so that a busy machine slows all of them. With
 `--cpu-time` they are the processor's, which other processes do not lengthen by waiting; that needs one thread.
 
-*vLLM on a CPU.* vLLM 0.32 expands the parameters of requests to rows in a converted copy there, and goes on with memory
-that nothing wrote. That one function is replaced here by one that is right, or its time would be that of garbage.
+*vLLM on a CPU.* There vLLM 0.32 expands the parameters of requests to rows in a converted copy. It goes on with memory
+that nothing wrote. Here a correct function replaces that one, whose time would be that of garbage.
 """
 
 import argparse
@@ -170,7 +170,7 @@ class Step:
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """What vLLM's function of this name is meant to return: ``[num_tokens]`` parameters of each row's request."""
+    """The intended result of vLLM's function of this name: ``[num_tokens]`` parameters of each row's request."""
     counts = torch.diff(cu_num_tokens, prepend=torch.zeros_like(cu_num_tokens[:1]))
     values = torch.where(x == replace_from, replace_to, x).to(x.dtype)
     return values.repeat_interleave(counts, output_size=num_tokens)

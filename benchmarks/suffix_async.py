@@ -3,14 +3,14 @@
     python benchmarks/suffix_async.py [--quick] [--drafts 4,8,16] [--depth N] [--factor X] [--json FILE]
 
 With synchronous scheduling the suffix trees know a step's tokens before it drafts. With asynchronous scheduling they
-know those of the step before. Their prediction is used as far as the tokens that came since agree with it
-(`kernels.drafts.continue_predictions`, here in plain Python). No model runs: true outputs are replayed, and a draft is
+know those of the step before. Their forecast is used as far as the tokens that came since agree with it
+(`kernels.drafts.continue_forecasts`, here in plain Python). No model runs: true outputs are replayed, and a draft is
 accepted while it equals the output. As in an engine, each step gives one token more than it accepts, and the first one
 follows the prompt.
 
 The texts: the first bytes of files of Python's standard library, a byte a token, the first quarter of each as the
-prompt; one after another, so that the tree that all requests share fills. Then the same again with one line in ten
-gone, doubled or with another name in it ("edited").
+prompt. They come one after another, so that the tree that all requests share fills. Then the same again with one line
+in ten gone, doubled or with another name in it ("edited").
 
 The draft model is simulated: one draft per step, right with probability 0.7, the same ones in every mode.
 
@@ -117,11 +117,11 @@ def make_texts(num_files: int, size: int) -> dict[str, list[Text]]:
     }
 
 
-def continued(new: list[int], predicted: list[int], model: list[int], limit: int) -> list[int]:
-    """The drafts of `continue_predictions` for one request whose tokens `new` came since the prediction."""
+def continued(new: list[int], forecast: list[int], model: list[int], limit: int) -> list[int]:
+    """The drafts of `continue_forecasts` for one request whose tokens `new` came since the forecast."""
     agreed = [*new, *model]
-    if len(predicted) > len(new) and predicted[: len(agreed)] == agreed:
-        return predicted[len(new) :][:limit]
+    if len(forecast) > len(new) and forecast[: len(agreed)] == agreed:
+        return forecast[len(new) :][:limit]
     return model[:limit]
 
 
@@ -160,10 +160,10 @@ class Drafter:
             return self._from_all(history, model)
         self._known = num_tokens
         start = time.perf_counter()
-        predicted = self.matcher.match(history, None, np.array([2 * self.num_drafts + 1])).to_lists()[0]
+        forecast = self.matcher.match(history, None, np.array([2 * self.num_drafts + 1])).to_lists()[0]
         self.seconds += time.perf_counter() - start
         # On the device, so not the host's time.
-        return continued(text.token_ids[known:num_tokens].tolist(), predicted, model, self.num_drafts)
+        return continued(text.token_ids[known:num_tokens].tolist(), forecast, model, self.num_drafts)
 
     def _from_all(self, history: History, model: list[int]) -> list[int]:
         limits = np.array([self.num_drafts])
@@ -192,7 +192,7 @@ def replay(drafter: Drafter, texts: Sequence[Text]) -> Replay:
         drafts: list[int] = []
         while text.num_prompt + len(output) < len(truth):
             at, right = text.num_prompt + len(output), 0
-            # What a greedy model would say after each draft that it has agreed with.
+            # A greedy model would go on so after each draft that it has agreed with.
             while right < len(drafts) and at + right < len(truth) and drafts[right] == truth[at + right]:
                 right += 1
             # Past the accepted drafts there is one token more, but for the text's end.

@@ -3,10 +3,9 @@
     python benchmarks/verify.py [--graph] [--vllm FOLDER] [--batches 1,...] [--json FILE] [--csv FILE]
     TRITON_INTERPRET=1 python benchmarks/verify.py --tiny    # on a CPU: does it run, is it right
 
-One cell is a batch of requests with K drafts each, so batch x (K + 1) rows of bfloat16 logits, and one
-setting of the sampling parameters (the same for all requests; temperature 0.8 unless greedy).
-`verify_cases.py` makes rows and drafts, and checks outputs; `verify_peers.py` calls vLLM and FlashInfer.
-The default is `peaked` rows everywhere, and `flat` ones too in
+One cell is a batch of requests with K drafts each, so batch x (K + 1) rows of bfloat16 logits. All requests have the
+same sampling parameters, with temperature 0.8 unless greedy. `verify_cases.py` makes rows and drafts, and checks
+outputs; `verify_peers.py` calls vLLM and FlashInfer. The default is `peaked` rows everywhere, and `flat` ones too in
 the goals' cell.
 
 *Ours* is strategy `rejection`, the rule of vLLM's path; `target_match` and `topp` are our other
@@ -16,13 +15,13 @@ Every method is checked before it is timed, on batches of 16 requests in all (on
 that fails shows FAILED and no number, and the run exits with 1. A method that cannot run here shows a dash and a
 footnote.
 
-*Times.* Median and quartiles of single calls between two CUDA events. Before each call, the L2
-cache is filled with something else by reading 256 MiB, which also lets the host run ahead: some 100 µs
-of launching are hidden, more are not. With `--graph` a call is the replay of a captured graph, without
-launching from Python. On a CPU one call is timed by a plain clock, which means nothing.
+*Times.* Median and quartiles of single calls between two CUDA events. Before each call a read of 256 MiB fills the L2
+cache with something else. It also lets the host run ahead: some 100 µs of launching are hidden, more are not. With
+`--graph` a call is the replay of a captured graph, without launching from Python. On a CPU one call is timed by a plain
+clock, which means nothing.
 
-*Floor*: rows x vocabulary x element size over the bandwidth that a copy of 1 GiB within the device
-reaches in the same run (bytes read plus bytes written). GB/s is the same bytes over the method's time.
+*Floor*: rows x vocabulary x element size over the device's bandwidth. A copy of 1 GiB within the device measures it in
+the same run (bytes read plus bytes written). GB/s is the same bytes over the method's time.
 """
 
 import argparse

@@ -1,19 +1,18 @@
 """Inputs of the verification benchmark, and the test of a right answer.
 
-*Rows.* `peaked` is like a language model's: every token's logit is 16 - 1.1 ln(rank), a Zipf law over
-random ranks, except that one token of each row gets a share of the mass that is drawn from 0.4 to
-1. At T = 0.8, 95% of the mass is then in 1 to some hundred tokens. `flat` is standard normal: 95%
-is in two thirds of the vocabulary. Logits are rounded to bfloat16, so many are equal.
+*Rows.* `peaked` is like a language model's. Every token's logit is 16 - 1.1 ln(rank), a Zipf law over random ranks. But
+one token of each row gets a share of the mass, drawn from 0.4 to 1. At T = 0.8, 95% of the mass is then in 1 to some
+hundred tokens. `flat` is standard normal: 95% is in two thirds of the vocabulary. Logits are rounded to bfloat16, so
+many are equal.
 
-*Drafts.* In `peaked` rows the token with the large share, which rejection sampling accepts with its
-probability, 0.7 on average; under `greedy`, which would always accept it, another token in 3 rows
-of 10. In `flat` rows the largest, which is hardly ever accepted.
+*Drafts.* In `peaked` rows the draft is the token with the large share. Rejection sampling accepts it with its
+probability, 0.7 on average. `greedy` would always accept it, so there the draft is another token in 3 rows of 10. In
+`flat` rows it is the token of the largest logit, which is hardly ever accepted.
 
-*Right.* A backend of ours is compared with the torch backend, token for token. Both round, so a
-request may differ if either the two tokens' scores are within 1e-5 of each other, or the torch
-backend gives that very answer after a step of 1e-5 in the temperature or 5e-6 in top-p: more than
-float32 moves a score or a mass, too little to hide a wrong rule. And only one request in 1,000 may
-(one in a smaller cell), none under `greedy`.
+*Right.* A backend of ours is compared with the torch backend, token for token. Both round, so a request may differ in
+two cases. The scores of the two tokens are within 1e-5 of each other. Or the torch backend gives that very answer after
+a step of 1e-5 in the temperature or 5e-6 in top-p. Float32 moves a score or a mass by less, and a wrong rule by more.
+Only one request in 1,000 may differ (one in a smaller cell), none under `greedy`.
 """
 
 from collections.abc import Callable, Iterator
@@ -196,7 +195,7 @@ def _score_gap(case: Case, r: int, a: VerifyOutput, b: VerifyOutput) -> float:
     return abs(float(scores[0] - scores[1]))
 
 
-def check_nucleus(case: Case, kept: torch.Tensor) -> None:
+def check_nucleus(case: Case, in_nucleus: torch.Tensor) -> None:
     """Check a peer's filter, ``[num_rows, vocab]`` bool, whichever of the equal logits at the border it keeps.
 
     Raises:
@@ -204,7 +203,7 @@ def check_nucleus(case: Case, kept: torch.Tensor) -> None:
     """
     for start in range(0, case.num_rows, CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
-        z, inside = case.scaled(rows), kept[rows]
+        z, inside = case.scaled(rows), in_nucleus[rows]
         border = z.masked_fill(~inside, float("inf")).amin(dim=1)
         right = z.masked_fill(inside, float("-inf")).amax(dim=1) <= border
         right &= _reaches(case, z, border)

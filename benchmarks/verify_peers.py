@@ -1,19 +1,18 @@
 """vLLM's and FlashInfer's code for the same work, called as they call it, and the check of each.
 
-*vLLM*: the work of its V2 runner's `RejectionSampler` for a batch without logits processors, in the
-same order: the float32 copy, temperature, top-k and top-p of `Sampler.apply_sampling_params`, then
-`rejection_sample`; in chunks of requests whose float32 copy stays within 1 GiB, as there. Its
-functions are loaded from its files, which need be neither compiled nor installed. No `Sampler` is
-built, since that takes the whole configuration of an engine. Its state per request is left out: parameters
-in host memory that the device reads (here in device memory), and questions about them on the host.
-`vllm.platforms`, `vllm.triton_utils` and packages whose `__init__` would load the engine are replaced
-by stand-ins. Its sampling filter does not run under Triton's interpreter (a loop's index is a plain
-integer there), so settings with a filter are left out.
+*vLLM*: the work of its V2 runner's `RejectionSampler` for a batch without logits processors, in the same order. First
+come the float32 copy, temperature, top-k and top-p of `Sampler.apply_sampling_params`, then `rejection_sample`. As
+there, it works on chunks of requests whose float32 copy stays within 1 GiB. Its functions are loaded from its files,
+which need be neither compiled nor installed. No `Sampler` is built, since that takes the whole configuration of an
+engine. Its state per request is left out. The device reads parameters from host memory there, and from device memory
+here. Questions about them on the host are left out too. `vllm.platforms`, `vllm.triton_utils` and packages whose
+`__init__` would load the engine are replaced by stand-ins. Its sampling filter does not run under Triton's interpreter
+(a loop's index is a plain integer there), so settings with a filter are left out.
 
-*FlashInfer*: softmax in torch, then `top_k_renorm_probs`, `top_p_renorm_probs` and
-`chain_speculative_sampling` (a one-hot draft distribution is made beforehand, not timed); and apart
-from it, its sampling of every row, drafts or none. It draws its own random numbers, so it is only
-checked that drafts are copied and that every drawn token is in the nucleus.
+*FlashInfer*: softmax in torch, then `top_k_renorm_probs`, `top_p_renorm_probs` and `chain_speculative_sampling`. A
+one-hot draft distribution is made beforehand, not timed. Its sampling of every row, drafts or none, is a method apart.
+It draws its own random numbers, so it is only checked that drafts are copied and that every drawn token is in the
+nucleus.
 """
 
 import importlib
@@ -148,16 +147,18 @@ class VllmPath:
         processed = torch.cat([self._process(*chunk) for chunk in self.chunks])
         case, setting = self.case, self.case.setting
         if not setting.is_greedy:
-            kept = processed > float("-inf")
-            check_nucleus(case, kept)
+            in_nucleus = processed > float("-inf")
+            check_nucleus(case, in_nucleus)
             # A division may be off by a unit or two in the last place.
-            if not torch.allclose(processed.where(kept, 0.0), case.scaled().where(kept, 0.0), rtol=1e-6, atol=0):
+            if not torch.allclose(
+                processed.where(in_nucleus, 0.0), case.scaled().where(in_nucleus, 0.0), rtol=1e-6, atol=0
+            ):
                 raise WrongOutputError("logits are not scaled by the temperature")
             setting = Setting(1.0)
         slots = torch.arange(output.token_ids.shape[1], device=case.logits.device)
         tokens = torch.where(slots < output.num_tokens[:, None], output.token_ids.long(), -1)
-        seen = replace(case, logits=processed, setting=setting)
-        return check_same(seen, "rejection", VerifyOutput(tokens, output.num_tokens))
+        filtered = replace(case, logits=processed, setting=setting)
+        return check_same(filtered, "rejection", VerifyOutput(tokens, output.num_tokens))
 
     def _rows(self, start: int, end: int) -> slice:
         width = self.case.num_drafts + 1

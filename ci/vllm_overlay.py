@@ -80,8 +80,8 @@ def main() -> None:
     parser.add_argument("version", help="a release of vLLM, such as 0.33.0")
     parser.add_argument("folder", type=Path, help="where to build it; to go first on PYTHONPATH")
     args = parser.parse_args()
-    made = build(args.version, args.folder)
-    print(f"{args.folder}: vLLM {args.version}{'' if made else ', already there'}")
+    is_new = build(args.version, args.folder)
+    print(f"{args.folder}: vLLM {args.version}{'' if is_new else ', already there'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Imports within the package run one way, as the map of docs/design.md says."""
+"""Imports within the package run one way. `ALLOWED` restates the map of docs/design.md: change both together."""
 
 import ast
 from pathlib import Path

@@ -58,7 +58,7 @@ def test_pairs_are_what_they_are_called():
             code for code in difflib.SequenceMatcher(None, before, after, False).get_opcodes() if code[0] != "equal"
         ]
         new = edit.after[edit.new[0] : edit.new[1]]
-        kept = edit.after[: edit.new[0]] + edit.after[edit.new[1] :]
+        common = edit.after[: edit.new[0]] + edit.after[edit.new[1] :]
         assert edit.before != edit.after
         if edit.kind == "rename":
             # Lines with several of them, and neighbouring lines, are one change.
@@ -68,7 +68,7 @@ def test_pairs_are_what_they_are_called():
             assert not new
             assert [line for line in sorted(before) if line] == [line for line in sorted(after) if line]
         elif edit.kind == "insert":
-            assert kept == edit.before
+            assert common == edit.before
             assert new.lstrip().startswith(("def ", "async def ", "@"))
         elif edit.kind == "delete":
             assert {code[0] for code in changes} == {"delete"}
@@ -138,13 +138,13 @@ def test_a_wrong_replay_gets_no_number(monkeypatch, capsys, drafts, message):
 
 
 def test_no_drafter_sees_what_is_yet_to_come(monkeypatch):
-    seen = []
+    calls = []
 
     def look(tokens, num_output, limit):
-        seen.append(tokens[num_output + 5 :].tolist())
+        calls.append(tokens[num_output + 5 :].tolist())
         return []
 
     monkeypatch.setattr(benchmark, "make_drafter", lambda *args: look)
     benchmark.replay(make_pair("abcde", "abc"), "sp_edit 1", 4, (3, 16))
-    assert seen == [[-1] * 3, [-1] * 2, [-1]]
+    assert calls == [[-1] * 3, [-1] * 2, [-1]]
     assert np.all(make_pair("abcde", "abc").is_new == [False] * 3)

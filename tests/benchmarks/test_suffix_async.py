@@ -63,13 +63,13 @@ def test_texts_are_the_same_in_every_run_and_edited_ones_are_not_the_files():
         assert not np.array_equal(file.token_ids, edited.token_ids)
 
 
-def test_it_goes_on_from_predictions_as_the_kernel_is_said_to():
+def test_it_goes_on_from_forecasts_as_the_kernel_is_said_to():
     rng, longer = random.Random(0), 0
     for _ in range(3000):
-        new, model, predicted = ([rng.randrange(2) for _ in range(rng.randrange(n))] for n in (5, 3, 9))
+        new, model, forecast = ([rng.randrange(2) for _ in range(rng.randrange(n))] for n in (5, 3, 9))
         limit = rng.randint(len(model), 6)
-        expected, _ = continued_by_definition(Request([7, *new], 1, predicted, model, limit), 6)
-        assert benchmark.continued(new, predicted, model, limit) == expected
+        expected, _ = continued_by_definition(Request([7, *new], 1, forecast, model, limit), 6)
+        assert benchmark.continued(new, forecast, model, limit) == expected
         longer += len(expected) > len(model)
     assert longer > 100
 
@@ -91,8 +91,8 @@ class Accepted:
 @pytest.mark.parametrize(
     ("continued", "message"),
     [
-        (lambda new, predicted, model, limit: [0] * (limit + 1), "async: 5 drafts, allowed are 4"),
-        (lambda new, predicted, model, limit: [Accepted()], "async: the replay of file-0 is not its text"),
+        (lambda new, forecast, model, limit: [0] * (limit + 1), "async: 5 drafts, allowed are 4"),
+        (lambda new, forecast, model, limit: [Accepted()], "async: the replay of file-0 is not its text"),
     ],
 )
 def test_a_wrong_replay_gets_no_number(monkeypatch, capsys, continued, message):

@@ -169,13 +169,13 @@ def test_a_nucleus_too_small_or_too_large_is_wrong(setting):
     above = weight.cumsum(dim=1) - weight
     size = ((weight > 0) & (above < (case.setting.top_p or 1) * weight.sum(dim=1, keepdim=True))).sum(dim=1)
 
-    def kept(more):
+    def prefix_mask(more):
         return torch.zeros(2, 300, dtype=torch.bool).scatter_(1, order, torch.arange(300) < size[:, None] + more)
 
-    cases.check_nucleus(case, kept(0))
+    cases.check_nucleus(case, prefix_mask(0))
     first = order[:, 0]
-    for wrong in (kept(-1), kept(1), kept(0).index_fill(1, first[:1], False)):
-        if bool((wrong != kept(0)).any()):
+    for wrong in (prefix_mask(-1), prefix_mask(1), prefix_mask(0).index_fill(1, first[:1], False)):
+        if bool((wrong != prefix_mask(0)).any()):
             with pytest.raises(cases.WrongOutputError):
                 cases.check_nucleus(case, wrong)
     last = order[torch.arange(2), size - 1]

@@ -28,11 +28,11 @@ class Request:
     num_sampled: int = 1
     num_drafts: int = 0
     num_model: int = 0
-    rest: int = NGRAM
+    fill_source: int = NGRAM
     invalid: set[int] = field(default_factory=set)
 
 
-def reference(counts: np.ndarray, tallies: np.ndarray, requests: dict[int, Request]) -> None:
+def reference(counts: np.ndarray, request_counts: np.ndarray, requests: dict[int, Request]) -> None:
     """Count a step in plain Python; `requests`: by row."""
     for row, request in requests.items():
         if request.num_sampled == 0:
@@ -40,23 +40,23 @@ def reference(counts: np.ndarray, tallies: np.ndarray, requests: dict[int, Reque
         for slot in range(request.num_slots):
             if slot in request.invalid:
                 continue
-            source = MODEL if slot < request.num_model else request.rest
+            source = MODEL if slot < request.num_model else request.fill_source
             if slot >= request.num_drafts:
                 source = UNFILLED
             is_accepted = slot < request.num_sampled - 1
             counts[:, source, slot] += [1, is_accepted]
             if source == REFERENCE:
-                tallies[row, 1:] += [1, is_accepted]
+                request_counts[row, 1:] += [1, is_accepted]
 
 
 def new_counts(width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tallies = torch.arange(3 * MAX_NUM_REQS).reshape(-1, 3)
-    return torch.zeros(2, len(SOURCES), width, dtype=torch.int64), tallies
+    request_counts = torch.arange(3 * MAX_NUM_REQS).reshape(-1, 3)
+    return torch.zeros(2, len(SOURCES), width, dtype=torch.int64), request_counts
 
 
 def run(
     counts: torch.Tensor,
-    tallies: torch.Tensor,
+    request_counts: torch.Tensor,
     requests: dict[int, Request],
     *,
     masked: bool = True,
@@ -80,13 +80,13 @@ def run(
     ends = np.cumsum([request.num_slots + 1 for request in requests.values()], dtype=np.int32).tolist()
     count_drafts(
         counts,
-        tallies,
+        request_counts,
         num_sampled[: len(requests)],
         int32([0, *ends]),
         torch.tensor(list(requests), dtype=dtype),
         int32([request.num_drafts for request in by_row]),
         int32([request.num_model for request in by_row]),
-        int32([request.rest for request in by_row]),
+        int32([request.fill_source for request in by_row]),
         torch.tensor(invalid, dtype=torch.bool) if masked else None,
     )
 
@@ -104,7 +104,7 @@ def steps(draw):
             num_sampled=draw(st.integers(0, num_slots + 1)),
             num_drafts=num_drafts,
             num_model=draw(st.integers(0, num_drafts)),
-            rest=draw(st.sampled_from([NGRAM, SUFFIX, REFERENCE])),
+            fill_source=draw(st.sampled_from([NGRAM, SUFFIX, REFERENCE])),
             invalid=draw(st.sets(st.integers(0, width - 1), max_size=2)),
         )
 
@@ -117,13 +117,13 @@ def steps(draw):
 @given(steps())
 def test_equals_plain_python(case):
     width, batches, dtype = case
-    counts, tallies = new_counts(width)
-    expected_counts, expected_tallies = counts.numpy().copy(), tallies.numpy().copy()
+    counts, request_counts = new_counts(width)
+    expected_counts, expected_request_counts = counts.numpy().copy(), request_counts.numpy().copy()
     for requests in batches:
-        run(counts, tallies, requests, dtype=dtype)
-        reference(expected_counts, expected_tallies, requests)
+        run(counts, request_counts, requests, dtype=dtype)
+        reference(expected_counts, expected_request_counts, requests)
     assert counts.tolist() == expected_counts.tolist()
-    assert tallies.tolist() == expected_tallies.tolist()
+    assert request_counts.tolist() == expected_request_counts.tolist()
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -131,22 +131,22 @@ def test_equals_the_count_on_the_host(masked):
     """All slots are filled and all drafts are valid."""
     rng = np.random.default_rng(0)
     width = 5
-    counts, tallies = new_counts(width)
+    counts, request_counts = new_counts(width)
     expected = counts.numpy().copy()
     for _ in range(10):
         requests = {}
         for row in rng.permutation(MAX_NUM_REQS)[:3].tolist():
             num_drafts = int(rng.integers(0, width + 1))
             num_model, num_accepted = rng.integers(0, num_drafts + 1, 2).tolist()
-            rest = int(rng.choice([NGRAM, REFERENCE]))
-            requests[row] = Request(num_drafts, num_accepted + 1, num_drafts, num_model, rest)
-            count_step(expected, *map(np.array, ([num_model], [rest], [num_drafts], [num_accepted])))
-        run(counts, tallies, requests, masked=masked)
+            fill_source = int(rng.choice([NGRAM, REFERENCE]))
+            requests[row] = Request(num_drafts, num_accepted + 1, num_drafts, num_model, fill_source)
+            count_step(expected, *map(np.array, ([num_model], [fill_source], [num_drafts], [num_accepted])))
+        run(counts, request_counts, requests, masked=masked)
     assert counts.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(
-    ("request_", "drafted", "accepted", "tally"),
+    ("request_", "drafted", "accepted", "request_count"),
     [
         pytest.param(Request(3, 0, 3, 1, REFERENCE), {}, {}, [0, 0], id="being prefilled"),
         pytest.param(Request(0, 1, 3, 1, REFERENCE), {}, {}, [0, 0], id="no slot"),
@@ -165,15 +165,15 @@ def test_equals_the_count_on_the_host(masked):
         pytest.param(Request(2, 1, 2, 2, REFERENCE), {MODEL: [0, 1]}, {}, [0, 0], id="the model's only"),
     ],
 )
-def test_expected_counts(request_, drafted, accepted, tally):
-    counts, tallies = new_counts(3)
-    before = tallies.clone()
-    run(counts, tallies, {4: request_})
+def test_expected_counts(request_, drafted, accepted, request_count):
+    counts, request_counts = new_counts(3)
+    before = request_counts.clone()
+    run(counts, request_counts, {4: request_})
     found = [{source: row.nonzero()[:, 0].tolist() for source, row in enumerate(rows) if row.any()} for rows in counts]
     assert found == [drafted, accepted]
     assert counts.max() <= 1
-    before[4, 1:] += torch.tensor(tally)
-    assert torch.equal(tallies, before)
+    before[4, 1:] += torch.tensor(request_count)
+    assert torch.equal(request_counts, before)
 
 
 def arguments(num_reqs=2, width=4, **changes):
@@ -184,13 +184,13 @@ def arguments(num_reqs=2, width=4, **changes):
 
     return {
         "counts": torch.zeros(2, len(SOURCES), width, dtype=torch.int64),
-        "tallies": torch.zeros(num_reqs, 3, dtype=torch.int64),
+        "request_counts": torch.zeros(num_reqs, 3, dtype=torch.int64),
         "num_sampled": per_request(2),
         "cu_num_rows": torch.arange(num_reqs + 1, dtype=torch.int32) * (width + 1),
         "idx_mapping": torch.arange(num_reqs),
         "num_drafts": per_request(width),
         "num_model": per_request(1),
-        "rest": per_request(REFERENCE),
+        "fill_source": per_request(REFERENCE),
     } | changes
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
 from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import drafts as kernels
-from vllm_specplus.kernels.drafts import continue_predictions, write_one_hot_rows
+from vllm_specplus.kernels.drafts import continue_forecasts, write_one_hot_rows
 
 pytestmark = pytest.mark.interpreter
 
@@ -21,33 +21,33 @@ VALUES = [0, 1, 2**31 - 1]
 
 @dataclass
 class Request:
-    """One request when `continue_predictions` is called."""
+    """One request when `continue_forecasts` is called."""
 
     text: list[int]
     base_len: int
-    predicted: list[int]
+    forecast: list[int]
     model: list[int]
     limit: int
     replaces: bool = False
-    # Tokens behind the prediction's end; they would agree if they were read.
+    # Tokens behind the forecast's end; they would agree if they were read.
     unread: tuple[int, ...] = ()
 
 
 def continued(request: Request, width: int) -> tuple[list[int], int]:
-    """The drafts of `continue_predictions` in plain Python, and how many of them are the model's."""
+    """The drafts of `continue_forecasts` in plain Python, and how many of them are the model's."""
     model, limit = request.model, min(request.limit, width)
     alone = model[:limit], min(len(model), limit)
     if len(request.text) < request.base_len:
         return alone
     new = request.text[request.base_len :]
-    rest = request.predicted[len(new) :]
-    if request.predicted[: len(new)] != new or not rest:
+    remaining = request.forecast[len(new) :]
+    if request.forecast[: len(new)] != new or not remaining:
         return alone
     if request.replaces:
-        return rest[:limit], 0
-    if rest[: len(model)] != model:
+        return remaining[:limit], 0
+    if remaining[: len(model)] != model:
         return alone
-    return rest[:limit], min(len(model), limit)
+    return remaining[:limit], min(len(model), limit)
 
 
 def run(
@@ -63,31 +63,31 @@ def run(
     Rows are strided. Unused rows hold tokens of texts and a possible length. Outputs hold a sentinel at first.
     """
     num_reqs, num_steps = len(requests), len(requests[0].model)
-    num_columns = max(1, *(len(request.predicted) for request in requests)) if num_columns is None else num_columns
+    num_columns = max(1, *(len(request.forecast) for request in requests)) if num_columns is None else num_columns
     rows = list(range(num_reqs)) if rows is None else rows
     token_ids = torch.full((2 * num_reqs, MAX_LEN + 3), VALUES[0], dtype=torch.int32)[:, :MAX_LEN]
     num_tokens = torch.full((2 * num_reqs,), MAX_LEN, dtype=torch.int32)
     drafts = torch.full((num_reqs, width + 2), SENTINEL)
-    predicted = torch.full((num_reqs, num_columns), -1, dtype=torch.int32)
+    forecast = torch.full((num_reqs, num_columns), -1, dtype=torch.int32)
     for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
         token_ids[row, : len(request.text)] = torch.tensor(request.text, dtype=torch.int32)
         num_tokens[row] = len(request.text)
         drafts[i, :num_steps] = torch.tensor(request.model)
-        there = [*request.predicted, *request.unread][:num_columns]
-        predicted[i, : len(there)] = torch.tensor(there, dtype=torch.int32)
+        there = [*request.forecast, *request.unread][:num_columns]
+        forecast[i, : len(there)] = torch.tensor(there, dtype=torch.int32)
 
     def per_request(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    inputs = token_ids, num_tokens, predicted
+    inputs = token_ids, num_tokens, forecast
     before = [t.clone() for t in inputs]
-    num_drafts, num_model = continue_predictions(
+    num_drafts, num_model = continue_forecasts(
         token_ids,
         num_tokens,
         torch.tensor(rows, dtype=dtype),
         drafts[:, :width],
-        predicted,
-        per_request([len(request.predicted) for request in requests]),
+        forecast,
+        per_request([len(request.forecast) for request in requests]),
         per_request([request.base_len for request in requests]),
         per_request([int(request.replaces) for request in requests]),
         num_model_steps=num_steps,
@@ -106,7 +106,7 @@ def run(
 
 @st.composite
 def batches(draw):
-    """Arguments of `run`. A prediction is the new tokens, the model's drafts and more, with at most one wrong token."""
+    """Arguments of `run`. A forecast is the new tokens, the model's drafts and more, with at most one wrong token."""
     width = draw(st.integers(1, 6))
     num_steps = draw(st.integers(0, width))
     num_columns = draw(st.just(2 * width + 1) | st.integers(1, 2 * width + 1))
@@ -131,7 +131,7 @@ def batches(draw):
             Request(
                 text=text,
                 base_len=base_len,
-                predicted=future[:count],
+                forecast=future[:count],
                 model=model,
                 limit=draw(st.just(width) | st.integers(0, width + 2)),
                 replaces=draw(st.booleans()),
@@ -154,7 +154,7 @@ def test_equals_plain_python(batch):
 
 
 @pytest.mark.parametrize(
-    ("predicted", "model", "options", "expected"),
+    ("forecast", "model", "options", "expected"),
     [
         pytest.param([5, 6, 7, 8, 9], [], {}, ([7, 8, 9], 0), id="goes on"),
         pytest.param([5, 6, 7, 8, 9], [7], {}, ([7, 8, 9], 1), id="goes on from the model's draft"),
@@ -167,7 +167,7 @@ def test_equals_plain_python(batch):
         pytest.param([5, 6], [], {}, ([], 0), id="at its end"),
         pytest.param([5, 6], [7], {"replaces": True}, ([7], 1), id="at its end, it replaces nothing"),
         pytest.param([5], [7], {}, ([7], 1), id="past its end"),
-        pytest.param([], [7], {"replaces": True}, ([7], 1), id="no prediction"),
+        pytest.param([], [7], {"replaces": True}, ([7], 1), id="no forecast"),
         pytest.param([5, 6, 8], [7, 1], {"replaces": True}, ([8], 0), id="shorter than what it replaces"),
         pytest.param([5, 6, *range(9)], [], {}, ([0, 1, 2, 3], 0), id="more than the slots"),
         pytest.param([5, 6, *range(9)], [0], {"limit": 9}, ([0, 1, 2, 3], 1), id="limited to more than the slots"),
@@ -177,10 +177,8 @@ def test_equals_plain_python(batch):
         pytest.param([5, 6], [7], {"base_len": 4}, ([7], 1), id="made of more tokens than there are"),
     ],
 )
-def test_expected_drafts(predicted, model, options, expected):
-    request = Request(
-        **{"text": [1, 5, 6], "base_len": 1, "predicted": predicted, "model": model, "limit": 4} | options
-    )
+def test_expected_drafts(forecast, model, options, expected):
+    request = Request(**{"text": [1, 5, 6], "base_len": 1, "forecast": forecast, "model": model, "limit": 4} | options)
     assert run([request], width=4) == [expected]
     assert continued(request, 4) == expected
 
@@ -214,7 +212,7 @@ def test_only_drafts_that_no_model_made_get_a_one_hot_row(monkeypatch, vocab_siz
 
 
 def arguments(num_reqs=2, width=4, **changes):
-    """Valid arguments of `continue_predictions`, with `changes`."""
+    """Valid arguments of `continue_forecasts`, with `changes`."""
 
     def per_request(value):
         return torch.full((num_reqs,), value, dtype=torch.int32)
@@ -224,8 +222,8 @@ def arguments(num_reqs=2, width=4, **changes):
         "num_tokens": per_request(10),
         "idx_mapping": torch.arange(num_reqs),
         "drafts": torch.zeros(num_reqs, width, dtype=torch.int64),
-        "predicted": torch.zeros(num_reqs, 2 * width + 1, dtype=torch.int32),
-        "num_predicted": per_request(2 * width + 1),
+        "forecast": torch.zeros(num_reqs, 2 * width + 1, dtype=torch.int32),
+        "num_forecast": per_request(2 * width + 1),
         "base_len": per_request(8),
         "replaces_model": per_request(0),
         "num_model_steps": 1,
@@ -245,7 +243,7 @@ def one_hot_arguments(num_reqs=2, width=4, vocab_size=5000, dtype=torch.float32,
 
 
 def test_no_requests():
-    num_drafts, num_model = continue_predictions(**arguments(0))
+    num_drafts, num_model = continue_forecasts(**arguments(0))
     assert num_drafts.shape == num_model.shape == (0,)
     write_one_hot_rows(**one_hot_arguments(0))
 
@@ -255,12 +253,12 @@ def test_safe_to_capture_in_a_cuda_graph(monkeypatch):
     goes_on, one_hot = Launches(), Launches()
     monkeypatch.setattr(kernels, "_continue_kernel", goes_on)
     monkeypatch.setattr(kernels, "_one_hot_kernel", one_hot)
-    calls = [arguments(3), arguments(3, num_predicted=torch.zeros(3, dtype=torch.int32))]
+    calls = [arguments(3), arguments(3, num_forecast=torch.zeros(3, dtype=torch.int32))]
     one_hot_calls = [one_hot_arguments(3), one_hot_arguments(3, num_drafts=0)]
     # A capture may allocate memory.
     with OnlyTorch(torch.ops.aten.empty, torch.ops.aten.empty_like):
         for call in calls:
-            continue_predictions(**call)
+            continue_forecasts(**call)
         for call in one_hot_calls:
             write_one_hot_rows(**call)
     assert goes_on.grids == [(3,)] * 2
@@ -271,9 +269,9 @@ def compile_ahead_of_time():
     """Run in a process of its own: compile both kernels as they are launched."""
     goes_on, one_hot = AheadOfTime(kernels._continue_kernel), AheadOfTime(kernels._one_hot_kernel)
     kernels._continue_kernel, kernels._one_hot_kernel = goes_on, one_hot
-    continue_predictions(**arguments())
-    continue_predictions(**arguments(width=5, num_model_steps=0, idx_mapping=torch.arange(2, dtype=torch.int32)))
-    continue_predictions(**arguments(width=1, predicted=torch.zeros(2, 1, dtype=torch.int32)))
+    continue_forecasts(**arguments())
+    continue_forecasts(**arguments(width=5, num_model_steps=0, idx_mapping=torch.arange(2, dtype=torch.int32)))
+    continue_forecasts(**arguments(width=1, forecast=torch.zeros(2, 1, dtype=torch.int32)))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         write_one_hot_rows(**one_hot_arguments(vocab_size=151_936, dtype=dtype))
     print("compiled", len(goes_on.compiled), len(one_hot.compiled))

@@ -78,8 +78,8 @@ def test_agreement_takes_the_fewest_steps(edit, num_tokens, num_drafts):
 def test_an_edit_costs_its_new_tokens_and_two_steps(at, num_gone, num_new, num_drafts):
     """Insertions, deletions and replacements, of equal length and not. No draft can have a token that is new."""
     output = np.concatenate([TEXT[:at], NEW[:num_new], TEXT[at + num_gone :]])
-    kept = math.ceil((len(output) - num_new) / (num_drafts + 1))
-    assert steps(make(TEXT), output, num_drafts) <= kept + num_new + 2
+    num_full_steps = math.ceil((len(output) - num_new) / (num_drafts + 1))
+    assert steps(make(TEXT), output, num_drafts) <= num_full_steps + num_new + 2
 
 
 def test_what_is_guessed_where_the_output_leaves_the_text():
@@ -160,7 +160,7 @@ def test_look_up_equals_its_definition(pair, sizes, max_drafts):
 @settings(max_examples=300)
 @given(pair=references_and_outputs(), sizes=sizes, data=st.data())
 def test_it_goes_by_the_output_alone(edit, pair, sizes, data):
-    """Whatever the steps it came in and whatever was drafted; and never a token that is nowhere."""
+    """The steps that it came in and earlier drafts do not matter. No draft is a token that is nowhere."""
     reference, output = pair
     text, end = make(reference, edit, sizes), 0
     buffer = np.full(len(output) + 1, -7, np.int32)  # behind the output there is something else
@@ -248,11 +248,11 @@ def test_the_buffer_of_the_output_may_be_overwritten(edit):
 def test_each_token_is_taken_in_once(edit, monkeypatch):
     """So that a step's cost does not grow with the output."""
     text, output = make(TEXT, edit), np.concatenate([TEXT[:300], NEW[:20], TEXT[310:700]])
-    agreement, given = ReferenceText._agreement, []
-    monkeypatch.setattr(ReferenceText, "_agreement", lambda self, new: given.append(len(new)) or agreement(self, new))
+    agreement, lengths = ReferenceText._agreement, []
+    monkeypatch.setattr(ReferenceText, "_agreement", lambda self, new: lengths.append(len(new)) or agreement(self, new))
     for end in range(len(output) + 1):
         text.draft(output[:end], 4)
-    assert sum(given) == len(output)
+    assert sum(lengths) == len(output)
 
 
 @BOTH

@@ -75,13 +75,13 @@ def test_model_drafts_extend_the_context_and_are_not_remembered():
     assert match_one(matcher, "a", prompt, [9, 9]).to_lists()[0][:2] != [2, 3]
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(-1, 40), (7, 7), (0, 0)])
-def test_cached_responses(limit, kept):
+@pytest.mark.parametrize(("limit", "num_cached"), [(-1, 40), (7, 7), (0, 0)])
+def test_cached_responses(limit, num_cached):
     matcher = make_matcher(max_cached_requests=limit)
     for k in range(40):
         match_one(matcher, f"{k}", [k], [100 + k, 200 + k, 300 + k])
         matcher.retain([])
-    assert matcher.num_cached_requests == kept
+    assert matcher.num_cached_requests == num_cached
     drafts = match_one(matcher, "new", [0], [5, 100, 200]).to_lists()[0]
     assert drafts == ([300] if limit == -1 else [])
 

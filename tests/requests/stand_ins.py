@@ -130,8 +130,8 @@ def letters(text: str) -> list[int]:
 
 
 def events_of(body: bytes) -> list[bytes]:
-    *events, rest = body.split(b"\n\n")
-    assert rest == b""
+    *events, tail = body.split(b"\n\n")
+    assert tail == b""
     return [event + b"\n\n" for event in events]
 
 
@@ -251,8 +251,8 @@ async def exchange(
     async def keep(message: Message) -> None:
         sent.append(message)
 
-    given = {"content-type": media_type, "content-length": str(sum(map(len, pieces)))} | (headers or {})
-    scope = scope_for(app, path, method, given, root_path)
+    sent_headers = {"content-type": media_type, "content-length": str(sum(map(len, pieces)))} | (headers or {})
+    scope = scope_for(app, path, method, sent_headers, root_path)
     before = list(scope["headers"])
     await app(scope, receive, send or keep)
     assert scope["headers"] == before

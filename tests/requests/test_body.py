@@ -1,4 +1,4 @@
-"""What `PredictedOutputs` takes out of a request's body; vLLM's server and engine are stand-ins."""
+"""`PredictedOutputs` takes its fields out of a request's body; vLLM's server and engine are stand-ins."""
 
 import gzip
 import json
@@ -79,7 +79,7 @@ def test_what_reaches_vllm(path: str, root_path: str, media_type: str) -> None:
     assert server.headers[0]["content-length"] == str(len(server.bodies[0]))
     assert "transfer-encoding" not in server.headers[0]
     assert server.resolved == [(letters("ab"), False, 3, True)]
-    assert server.engine.calls == [("specplus_request_stats", (key,))]
+    assert server.engine.calls == [("specplus_collect_request_stats", (key,))]
     assert got.json["usage"]["completion_tokens_details"] == DETAILS
 
 

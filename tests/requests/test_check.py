@@ -179,13 +179,13 @@ def test_the_workers_entry_cannot_be_forged() -> None:
 @pytest.mark.parametrize("extra", [{"prediction": {"type": "content", "content": SECRET}}, {"spec_tokens": 0}])
 def test_checking_twice_changes_nothing(extra: dict[str, Any]) -> None:
     """vLLM checks the same parameters for each of a request's prompts; the caller's dict stays as it was."""
-    check, given = new_check(), dict(extra)
-    params = SamplingParams(extra_args=given)
+    check, extra_args = new_check(), dict(extra)
+    params = SamplingParams(extra_args=extra_args)
     check.validate_params(params)
     once = params.extra_args
     check.validate_params(params)
     assert params.extra_args == once
-    assert given == extra
+    assert extra_args == extra
 
 
 def test_text_becomes_tokens_and_no_special_ones() -> None:

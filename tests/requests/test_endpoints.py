@@ -18,7 +18,7 @@ from vllm_specplus.requests.middleware import PredictedOutputs
 STATS = {
     "drafted": {"model": [10, 8], "ngram": [0, 4], "unfilled": [0, 0], "reference": []},
     "accepted": {"model": [9, 6], "ngram": [0, 1], "unfilled": [0, 0]},
-    "entries": {"requests": 3, "references": 1, "kept_counts": 0},
+    "entries": {"requests": 3, "references": 1, "request_counts": 0},
 }
 TOTALS = {
     "model": {"drafted": 18, "accepted": 15, "acceptance_rate": 15 / 18},

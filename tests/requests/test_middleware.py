@@ -1,4 +1,4 @@
-"""Which requests `PredictedOutputs` acts on; vLLM's server and engine are stand-ins."""
+"""`PredictedOutputs` acts on some requests alone; vLLM's server and engine are stand-ins."""
 
 import asyncio
 import json

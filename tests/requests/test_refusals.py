@@ -1,4 +1,4 @@
-"""What `PredictedOutputs` refuses before vLLM sees it, and how vLLM's server logs what is refused later."""
+"""`PredictedOutputs` refuses bad fields before vLLM sees them; vLLM's server logs a later refusal in one line."""
 
 import logging
 from typing import Any

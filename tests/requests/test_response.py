@@ -1,4 +1,4 @@
-"""What `PredictedOutputs` adds to a response that is no stream; vLLM's server and engine are stand-ins."""
+"""`PredictedOutputs` adds a report to a response that is no stream; vLLM's server and engine are stand-ins."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What `PredictedOutputs` adds to a stream; vLLM's server and engine are stand-ins."""
+"""`PredictedOutputs` adds a report to a stream; vLLM's server and engine are stand-ins."""
 
 import asyncio
 import gzip

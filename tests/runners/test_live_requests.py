@@ -12,7 +12,7 @@ from vllm_specplus.requests.options import RESOLVED_ENTRY, ResolvedOptions
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests, limits
 
 OPTIONS = SpecPlusOptions(method="ngram", num_speculative_tokens=4, min_ngram_size=3, max_ngram_size=7)
-NOTHING = {"requests": 0, "references": 0, "kept_counts": 0}
+NOTHING = {"requests": 0, "references": 0, "request_counts": 0}
 
 
 def new_request(req_id: str, reference: Iterable[int] | None = None, **options: Any) -> SimpleNamespace:
@@ -112,12 +112,12 @@ def test_a_request_that_comes_back_goes_on_where_it_was() -> None:
 def test_sizes_go_back_to_zeros() -> None:
     requests = new_requests()
     requests.begin([new_request("a", [5], key="key"), new_request("b", max_drafts=1), new_request("c", key="key")])
-    assert requests.sizes() == {"requests": 3, "references": 1, "kept_counts": 1}
+    assert requests.sizes() == {"requests": 3, "references": 1, "request_counts": 1}
     requests.finish({"a", "b", "unknown"})
     requests.finish({"a"})
-    assert requests.sizes() == {"requests": 1, "references": 0, "kept_counts": 1}
+    assert requests.sizes() == {"requests": 1, "references": 0, "request_counts": 1}
     assert requests.counts.collect("key") is not None
-    assert requests.sizes()["kept_counts"] == 1
+    assert requests.sizes()["request_counts"] == 1
     requests.finish({"c"})
     assert requests.sizes() == NOTHING
 
@@ -138,7 +138,7 @@ def test_a_request_that_begins_anew_asks_anew() -> None:
     requests.begin([new_request("a", [7])])
     assert drafts(requests, "a") == [7]
     assert requests.counts.collect("old") is not None
-    assert requests.sizes() == {"requests": 1, "references": 1, "kept_counts": 0}
+    assert requests.sizes() == {"requests": 1, "references": 1, "request_counts": 0}
     requests.begin([new_request("a")])
     assert requests.sizes() == NOTHING
 

@@ -198,9 +198,9 @@ class TestNet:
             positions = torch.arange(length, dtype=torch.float32)
             attention.v_proj.weight[:: shape.head_dim, :length] = positions
             attention.o_proj.weight.copy_(torch.eye(width))
-            seen = attention(values, rotary_table(length, shape.head_dim))[0]
+            outputs = attention(values, rotary_table(length, shape.head_dim))[0]
         for head in range(shape.num_heads - 1):
-            attended = seen[30, head * shape.head_dim].item()
+            attended = outputs[30, head * shape.head_dim].item()
             assert attended == pytest.approx(30 - (head + 1), abs=0.5)
 
 
@@ -294,9 +294,9 @@ class TestCache:
         train, calls = tiny_model.train, []
         monkeypatch.setattr(tiny_model, "train", lambda settings: calls.append(settings) or train(settings))
         with ThreadPoolExecutor(3) as pool:
-            made = list(pool.map(lambda i: tiny_model.make_trained(tmp_path / str(i), QUICK), range(3)))
+            folders = list(pool.map(lambda i: tiny_model.make_trained(tmp_path / str(i), QUICK), range(3)))
         assert calls == [QUICK]
-        assert len({digest(folder) for folder in made}) == 1
+        assert len({digest(folder) for folder in folders}) == 1
         cache = tiny_model.cache_folder(QUICK)
         assert [path.name for path in cache.parent.iterdir()] == [cache.name]
 

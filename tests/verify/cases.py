@@ -1,13 +1,13 @@
 """Random and adversarial arguments for verification, off the thresholds where rounding decides.
 
-The specification sums masses in float64, a backend may in float32. Where a mass lies within
-rounding of top_p (or a probability of min_p), either answer is right, so `settle` moves the
-parameter away from every threshold of the request's rows by the margins below: float32 sums of
-1,100 weights were never seen to be off by more than 3e-7 of the row's mass. Thresholds that are hit
+The specification sums masses in float64, a backend may in float32. Either answer is right if a mass lies within
+rounding of top_p, or a probability of min_p. So `settle` moves the parameter away from every threshold of the request's
+rows, by the margins below. No float32 sum of 1,100 weights was ever off by more than 3e-7 of the row's mass. Thresholds
+that are hit
 exactly stay where float32 sums are exact too: weights of 0 and 1 alone and a top_p in eighths.
 
-Backends may take another logarithm than the specification, so `settle_samples` moves the position
-of a row whose two best scores, or whose p(d) and u q(d), are about equal.
+Backends may take another logarithm than the specification. So `settle_samples` moves the position of some rows: the two
+best scores are about equal there, or p(d) and u q(d) are.
 """
 
 import math
@@ -25,7 +25,7 @@ MIN_P_MARGIN = 1e-4
 SCORE_MARGIN = 1e-5
 RATIO_MARGIN = 1e-5
 SMALLEST_PROBABILITY = 1e-30
-# Where q is close to p, the logarithm of p - q is known less well.
+# If q is close to p, the logarithm of p - q is known less well.
 RESIDUAL_MARGIN = 1e-3
 
 ROW_KINDS = (
@@ -253,7 +253,7 @@ def is_close(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> bool:
         return draft in p
     if not probabilistic or math.isinf(q[row.emits]):
         return False
-    # Where the residual is small throughout, the rounding of a likely token's may outweigh it.
+    # If the residual is small throughout, the rounding of a likely token's may outweigh it.
     largest = max(v for v in q.values() if v < math.inf)
     return p.get(row.emits, 1.0) - q[row.emits] < RESIDUAL_MARGIN * largest
 

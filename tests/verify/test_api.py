@@ -80,14 +80,14 @@ def test_no_requests_and_requests_without_rows() -> None:
 @pytest.mark.parametrize("name", ["draft_token_ids", "temperature", "top_p", "seeds", "positions"])
 def test_arguments_may_be_strided(name: str) -> None:
     """The kernels read vectors as they lie, so these are made contiguous before any backend sees them."""
-    given = arguments(strategy="topp", top_p=torch.tensor([0.7, 0.9]))
-    strided = torch.stack([given[name], torch.zeros_like(given[name])], dim=1)[:, 0]
+    values = arguments(strategy="topp", top_p=torch.tensor([0.7, 0.9]))
+    strided = torch.stack([values[name], torch.zeros_like(values[name])], dim=1)[:, 0]
     assert not strided.is_contiguous()
     full = {"top_p": None, "top_k": None, "min_p": None, "seeds": None, "positions": None, "policy": "normal"}
     full |= {"verify_window": 0, "max_candidate_len": None, "max_rows": None}
-    inputs = make_inputs(**full | given | {name: strided})
+    inputs = make_inputs(**full | values | {name: strided})
     assert getattr(inputs, name).is_contiguous()
-    assert torch.equal(getattr(inputs, name).double(), given[name].double())
+    assert torch.equal(getattr(inputs, name).double(), values[name].double())
 
 
 def test_same_arguments_same_tokens() -> None:

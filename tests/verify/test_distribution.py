@@ -1,8 +1,7 @@
-"""What the strategies emit, as distributions, and as text.
+"""The strategies' output, as distributions and as text.
 
-Each statistical test also runs with a known bug put back and asserts that the statistic then
-fails, so that it is seen to have the power to find that bug. Seeds are fixed: nothing is left to
-chance from run to run.
+Each statistical test also runs with a known bug put back, and asserts that the statistic then fails. This shows that it
+has the power to find that bug. Seeds are fixed: nothing is left to chance from run to run.
 """
 
 import sys
@@ -143,12 +142,12 @@ def test_rejection_keeps_the_distribution_where_drafts_are_masked(monkeypatch: p
     monkeypatch.setattr(sys.modules[__name__], "LOGITS", masked)
     assert chi_squared(reject(True).token_ids[:, 0], target(0)) > LIMIT
     # Bug: it counts as no draft. The statistic moves from 2.4 to 132.
-    given_drafts = torch_backend._given_drafts
+    proposals = torch_backend._proposals
 
     def allowed_drafts(inputs, layout):
-        return torch_backend._acceptable_drafts(inputs, layout, given_drafts(inputs, layout))
+        return torch_backend._acceptable_drafts(inputs, layout, proposals(inputs, layout))
 
-    monkeypatch.setattr(torch_backend, "_given_drafts", allowed_drafts)
+    monkeypatch.setattr(torch_backend, "_proposals", allowed_drafts)
     assert chi_squared(reject(True).token_ids[:, 0], target(0)) < LIMIT / 1000
 
 
@@ -214,11 +213,11 @@ def decode(table: torch.Tensor, plan: Iterable[tuple[list[int], str]], strategy:
     """Text of a toy model, whose next logits are a function of position and last token."""
     text = [0]
     for drafts, policy in plan:
-        fed = [text[-1], *drafts]
-        positions = torch.arange(len(text) - 1, len(text) - 1 + len(fed))
+        step_tokens = [text[-1], *drafts]
+        positions = torch.arange(len(text) - 1, len(text) - 1 + len(step_tokens))
         out = verify_draft_tokens(
-            torch.stack([table[p % len(table), token] for p, token in zip(positions, fed, strict=True)]),
-            torch.tensor([0, len(fed)]),
+            torch.stack([table[p % len(table), token] for p, token in zip(positions, step_tokens, strict=True)]),
+            torch.tensor([0, len(step_tokens)]),
             torch.tensor([*drafts, -1]),
             torch.tensor([0.9]),
             top_p=torch.tensor([0.95]),

@@ -30,16 +30,16 @@ def from_vllm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tenso
     """Hashes, uniform numbers, noise and samples that vLLM's functions give."""
     folder = tmp_path_factory.mktemp("noise")
     logits = torch.randn(len(SEEDS), VOCAB, generator=torch.Generator().manual_seed(0)) * 2
-    given = {"seeds": torch.tensor(SEEDS), "positions": torch.tensor(POSITIONS), "logits": logits}
-    torch.save(given, folder / "given.pt")
+    inputs = {"seeds": torch.tensor(SEEDS), "positions": torch.tensor(POSITIONS), "logits": logits}
+    torch.save(inputs, folder / "inputs.pt")
     script = Path(__file__).with_name("vllm_noise.py")
     subprocess.run(
-        [sys.executable, str(script), str(folder / "given.pt"), str(folder / "out.pt")],
+        [sys.executable, str(script), str(folder / "inputs.pt"), str(folder / "out.pt")],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         check=True,
         timeout=120,
     )
-    return given | torch.load(folder / "out.pt")
+    return inputs | torch.load(folder / "out.pt")
 
 
 def test_hash_and_uniform_are_bitwise_equal(from_vllm: dict[str, torch.Tensor]) -> None:
@@ -60,8 +60,8 @@ def test_kernels_have_the_same_bits(from_vllm: dict[str, torch.Tensor]) -> None:
 def test_noise_is_equal_to_a_few_ulp(from_vllm: dict[str, torch.Tensor]) -> None:
     ours = gumbel_noise(from_vllm["seeds"], from_vllm["positions"], VOCAB)
     theirs = from_vllm["noise"]
-    # Two logarithms, each within an ulp on either side. Where the noise is near 0 the outer one
-    # cancels, so that the difference is measured against 1.
+    # Two logarithms, each within an ulp on either side. Near a noise of 0 the outer one cancels, so the difference is
+    # measured against 1.
     ulp = torch.finfo(torch.float32).eps * theirs.abs().clamp(min=1)
     assert ((ours - theirs).abs() / ulp).max() <= 2
 

@@ -56,7 +56,7 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("top_p", "top_k", "min_p", "kept"),
+    ("top_p", "top_k", "min_p", "size"),
     [
         # Mass above each token: 0, 0.5, 0.75, 0.875.
         (1.0, 0, 0.0, 4),
@@ -88,12 +88,12 @@ def run(
         (0.86, 3, 0.3, 2),
     ],
 )
-def test_nucleus(top_p: float, top_k: int, min_p: float, kept: int) -> None:
-    assert reference.nucleus(LOGS, ORDER, top_p, top_k, min_p) == ORDER[:kept]
+def test_nucleus(top_p: float, top_k: int, min_p: float, size: int) -> None:
+    assert reference.nucleus(LOGS, ORDER, top_p, top_k, min_p) == ORDER[:size]
     filters = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
     for draft in ORDER:
         tokens = run([LOGS, LOGS], [draft], strategy="topp", **filters)
-        assert (len(tokens) == 2) == (draft < kept)
+        assert (len(tokens) == 2) == (draft < size)
 
 
 def test_nucleus_is_cut_among_equals_by_token_id() -> None:
@@ -134,8 +134,8 @@ def test_nucleus_equals_masks(seed: int) -> None:
     for top_p in (0.05, 0.37, 0.81, 0.97):
         for top_k in (0, 1, 7, 60, 500):
             for min_p in (0.0, 0.013, 0.4):
-                kept = reference.nucleus(logits.tolist(), order, top_p, top_k, min_p)
-                assert set(kept) == by_masks(logits, top_p, top_k, min_p)
+                candidates = reference.nucleus(logits.tolist(), order, top_p, top_k, min_p)
+                assert set(candidates) == by_masks(logits, top_p, top_k, min_p)
 
 
 def test_greedy() -> None:
@@ -221,7 +221,7 @@ def test_policies(strategy: str) -> None:
     accepted = run(rows, drafts, strategy=strategy, policy="accept_all")
     assert accepted[:3] == drafts
     assert len(accepted) == 4
-    # What is emitted is what the strategy says without any draft.
+    # The emitted token is the one that the strategy gives without any draft.
     alone = run(rows[:1], [], strategy=strategy)
     assert run(rows, [0, 0, 0], strategy=strategy, policy="reject_all") == alone
 

@@ -66,8 +66,8 @@ def noise_kernel(
 
 
 def main(source: str, target: str) -> None:
-    given = torch.load(source)
-    seeds, positions, logits = given["seeds"], given["positions"], given["logits"]
+    inputs = torch.load(source)
+    seeds, positions, logits = inputs["seeds"], inputs["positions"], inputs["logits"]
     rows, vocab_size = logits.shape
     out = {
         "hash": torch.empty(rows, vocab_size, dtype=torch.int32),

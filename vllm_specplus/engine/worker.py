@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplus.compat import SpecPlusCompatError
+from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.requests.check import without_request_check
 from vllm_specplus.runners import BuildStep, RunnerModule, Tracker
 
@@ -85,9 +86,9 @@ class SpecPlusWorkerMixin(_VllmWorker):
         """
         return None if self._tracker is None else self._tracker.stats()
 
-    def specplus_request_stats(self, key: str) -> dict[str, int] | None:
+    def specplus_collect_request_stats(self, key: str) -> dict[str, int] | None:
         """Collect the counts of the requests that gave this key, once: see ``RequestCounts.collect``."""
-        return None if self._tracker is None else self._tracker.request_stats(key)
+        return None if self._tracker is None else self._tracker.collect_request_stats(key)
 
     @cached_property
     def _runner_module(self) -> RunnerModule:
@@ -107,7 +108,7 @@ class SpecPlusWorkerMixin(_VllmWorker):
         if step not in runner.BUILD_STEPS:
             yield
             return
-        options = self.vllm_config.speculative_config.specplus
+        options: SpecPlusOptions = self.vllm_config.speculative_config.specplus
         with runner.plugin_classes_installed(options), without_request_check(self.vllm_config.model_config):
             yield
         if step == runner.BUILD_STEPS[-1]:
@@ -121,8 +122,8 @@ class SpecPlusWorkerMixin(_VllmWorker):
                 f"VLLM_USE_V2_MODEL_RUNNER={value}"
             )
         num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
-        drafts = self.vllm_config.speculative_config.specplus.drafts_from_history
-        if drafts and num_stages > 1 and not self.vllm_config.scheduler_config.async_scheduling:
+        options: SpecPlusOptions = self.vllm_config.speculative_config.specplus
+        if options.drafts_from_history and num_stages > 1 and not self.vllm_config.scheduler_config.async_scheduling:
             raise SpecPlusCompatError(
                 f"pipeline_parallel_size={num_stages} is not allowed here: vLLM has asynchronous scheduling off, "
                 "and without it vLLM cannot draft in a pipeline"

@@ -28,18 +28,18 @@ class _Drafts(NamedTuple):
 
     num_drafts_ptr: torch.Tensor
     num_model_ptr: torch.Tensor
-    rest_ptr: torch.Tensor
+    fill_source_ptr: torch.Tensor
 
 
 def count_drafts(
     counts: torch.Tensor,
-    tallies: torch.Tensor,
+    request_counts: torch.Tensor,
     num_sampled: torch.Tensor,
     cu_num_rows: torch.Tensor,
     idx_mapping: torch.Tensor,
     num_drafts: torch.Tensor,
     num_model: torch.Tensor,
-    rest: torch.Tensor,
+    fill_source: torch.Tensor,
     invalid: torch.Tensor | None = None,
 ) -> None:
     """Add one step's drafts to the counts.
@@ -47,23 +47,23 @@ def count_drafts(
     Args:
         counts: [2, len(SOURCES), K] int64, contiguous, changed in place: drafted and accepted tokens by source and
             slot. A verified slot without a draft counts as ``unfilled``.
-        tallies: [max_num_reqs, 3] int64, contiguous, changed in place. Column 1 counts drafts of the reference, column
-            2 those of them that were accepted. Column 0 stays.
+        request_counts: [max_num_reqs, 3] int64, contiguous, changed in place. Column 1 counts drafts of the reference,
+            column 2 those of them that were accepted. Column 0 stays.
         num_sampled: [num_reqs] int32, tokens that each request got. A request with 0 is in its prefill and counts
             nothing.
         cu_num_rows: [num_reqs + 1] int32, where each request's rows begin; all but the first have a slot.
-        idx_mapping: [num_reqs] int32 or int64, the row of each request in `tallies` and in the next three.
+        idx_mapping: [num_reqs] int32 or int64, the row of each request in `request_counts` and in the next three.
         num_drafts, num_model: [max_num_reqs] int32, drafts of each request, and how many of them are the model's.
-        rest: [max_num_reqs] int32, the source of the others.
+        fill_source: [max_num_reqs] int32, the source of the others.
         invalid: [num_rows] bool, the rows whose draft does not count; None: all count.
     """
     num_reqs, width = idx_mapping.shape[0], counts.shape[2]
     if num_reqs:
         _count_kernel[(num_reqs,)](
             counts,
-            tallies,
+            request_counts,
             _Step(num_sampled, cu_num_rows, idx_mapping, invalid),
-            _Drafts(num_drafts, num_model, rest),
+            _Drafts(num_drafts, num_model, fill_source),
             WIDTH=width,
             NUM_SOURCES=len(SOURCES),
             MODEL=MODEL,
@@ -77,7 +77,7 @@ def count_drafts(
 @triton.jit
 def _count_kernel(
     counts_ptr,
-    tallies_ptr,
+    request_counts_ptr,
     step,  # _Step
     drafts,  # _Drafts
     WIDTH: tl.constexpr,
@@ -100,7 +100,7 @@ def _count_kernel(
     if step.invalid_ptr is not None:
         counts = counts & (tl.load(step.invalid_ptr + first + slots, mask=counts, other=1) == 0)
     accepted = counts & (slots < num_sampled - 1)
-    source = tl.where(slots < tl.load(drafts.num_model_ptr + row), MODEL, tl.load(drafts.rest_ptr + row))
+    source = tl.where(slots < tl.load(drafts.num_model_ptr + row), MODEL, tl.load(drafts.fill_source_ptr + row))
     source = tl.where(slots < tl.load(drafts.num_drafts_ptr + row), source, UNFILLED)
 
     at = source * WIDTH + slots
@@ -108,8 +108,8 @@ def _count_kernel(
     tl.atomic_add(counts_ptr + at, ones, mask=counts)
     tl.atomic_add(counts_ptr + NUM_SOURCES * WIDTH + at, ones, mask=accepted)
     is_reference = source == REFERENCE
-    tally_ptr = tallies_ptr + row * 3
+    p_request = request_counts_ptr + row * 3
     drafted = tl.sum((counts & is_reference).to(tl.int64), axis=0)
     num_accepted = tl.sum((accepted & is_reference).to(tl.int64), axis=0)
-    tl.store(tally_ptr + 1, tl.load(tally_ptr + 1) + drafted)
-    tl.store(tally_ptr + 2, tl.load(tally_ptr + 2) + num_accepted)
+    tl.store(p_request + 1, tl.load(p_request + 1) + drafted)
+    tl.store(p_request + 2, tl.load(p_request + 2) + num_accepted)

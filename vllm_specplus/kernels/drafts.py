@@ -1,9 +1,9 @@
-"""Kernels for drafts on the device: predictions made one step earlier, and the distribution of drafts not sampled.
+"""Kernels for drafts on the device: forecasts made one step earlier, and the distribution of drafts not sampled.
 
 | kernel             | programs                            | does                                                     |
 |--------------------|-------------------------------------|----------------------------------------------------------|
-| `_continue_kernel` | requests                            | compares a prediction with the tokens that came, and     |
-|                    |                                     | drafts the tokens that it predicts next                  |
+| `_continue_kernel` | requests                            | compares a forecast with the tokens that came, and       |
+|                    |                                     | drafts its tokens behind them                            |
 | `_one_hot_kernel`  | requests x slots x blocks of tokens | writes the distribution of a draft that was not sampled  |
 
 The host reads nothing back, and grids depend on shapes alone.
@@ -41,33 +41,33 @@ class _Texts(NamedTuple):
     idx_mapping_ptr: torch.Tensor
 
 
-class _Predictions(NamedTuple):
-    """The tokens predicted for each request of the batch."""
+class _Forecasts(NamedTuple):
+    """The forecast tokens of each request of the batch."""
 
     ptr: torch.Tensor
     stride: int
-    num_predicted_ptr: torch.Tensor
+    num_forecast_ptr: torch.Tensor
     base_len_ptr: torch.Tensor
     replaces_model_ptr: torch.Tensor
 
 
-def continue_predictions(
+def continue_forecasts(
     token_ids: torch.Tensor,
     num_tokens: torch.Tensor,
     idx_mapping: torch.Tensor,
     drafts: torch.Tensor,
-    predicted: torch.Tensor,
-    num_predicted: torch.Tensor,
+    forecast: torch.Tensor,
+    num_forecast: torch.Tensor,
     base_len: torch.Tensor,
     replaces_model: torch.Tensor,
     *,
     num_model_steps: int,
     max_drafts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft from predictions that were made of each request before its latest tokens were known.
+    """Draft from forecasts that were made of each request before its latest tokens were known.
 
-    A prediction continues a request if it agrees with the tokens that came since, and then with the model's drafts. One
-    that `replaces_model` has to agree with the tokens only. The model's drafts stand alone where the prediction
+    A forecast continues a request if it agrees with the tokens that came since, and then with the model's drafts. One
+    that `replaces_model` has to agree with the tokens only. The model's drafts stand alone where the forecast
     disagrees or is at its end.
 
     Args:
@@ -76,10 +76,10 @@ def continue_predictions(
         idx_mapping: [num_reqs] int32 or int64, the row of each request in the two above.
         drafts: [num_reqs, K] int64, changed in place; rows may be strided. The first `num_model_steps` columns hold the
             model's drafts. After the call a request's drafts come first and the rest of its row is -1.
-        predicted: [num_reqs, P] int32, contiguous, the tokens predicted to follow the first `base_len` tokens.
-        num_predicted: [num_reqs] int32, how many tokens are predicted.
-        base_len: [num_reqs] int32, known tokens of each request when the prediction was made.
-        replaces_model: [num_reqs] int32, whether the prediction takes the place of the model's drafts.
+        forecast: [num_reqs, P] int32, contiguous, the tokens that may follow the first `base_len` ones.
+        num_forecast: [num_reqs] int32, the tokens of each forecast.
+        base_len: [num_reqs] int32, known tokens of each request when the forecast was made.
+        replaces_model: [num_reqs] int32, whether the forecast takes the place of the model's drafts.
         num_model_steps: drafts that the model made for each request, 0..K.
         max_drafts: [num_reqs] int32, the longest list each request may get.
 
@@ -93,13 +93,13 @@ def continue_predictions(
         _continue_kernel[(num_reqs,)](
             _Texts(token_ids, token_ids.stride(0), num_tokens, idx_mapping),
             Drafts(drafts, drafts.stride(0)),
-            _Predictions(predicted, predicted.shape[1], num_predicted, base_len, replaces_model),
+            _Forecasts(forecast, forecast.shape[1], num_forecast, base_len, replaces_model),
             max_drafts,
             DraftCounts(num_drafts, num_model),
             WIDTH=width,
             NUM_STEPS=num_model_steps,
             BLOCK_WIDTH=triton.next_power_of_2(width),
-            BLOCK_PREDICTED=triton.next_power_of_2(max(predicted.shape[1], 1)),
+            BLOCK_FORECAST=triton.next_power_of_2(max(forecast.shape[1], 1)),
             num_warps=1,
         )
     return num_drafts, num_model
@@ -109,43 +109,43 @@ def continue_predictions(
 def _continue_kernel(
     texts,  # _Texts
     drafts,  # Drafts, changed in place
-    predictions,  # _Predictions
+    forecasts,  # _Forecasts
     max_drafts_ptr,
     counts,  # out: DraftCounts
     WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    BLOCK_PREDICTED: tl.constexpr,
+    BLOCK_FORECAST: tl.constexpr,
 ):
     """Grid (num_reqs,)."""
     i_req = tl.program_id(0).to(tl.int64)
     row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
-    base_len = tl.load(predictions.base_len_ptr + i_req)
-    num_predicted = tl.load(predictions.num_predicted_ptr + i_req)
+    base_len = tl.load(forecasts.base_len_ptr + i_req)
+    num_forecast = tl.load(forecasts.num_forecast_ptr + i_req)
     num_new = tl.load(texts.num_tokens_ptr + row) - base_len
     limit = tl.minimum(tl.load(max_drafts_ptr + i_req), WIDTH)
     p_new = texts.ptr + row * texts.stride + base_len
     p_drafts = drafts.ptr + i_req * drafts.stride
-    p_predicted = predictions.ptr + i_req * predictions.stride
+    p_forecast = forecasts.ptr + i_req * forecasts.stride
 
-    at = tl.arange(0, BLOCK_PREDICTED)
-    predicted = tl.load(p_predicted + at, mask=at < num_predicted, other=-1)
+    at = tl.arange(0, BLOCK_FORECAST)
+    forecast = tl.load(p_forecast + at, mask=at < num_forecast, other=-1)
     is_new = at < num_new
     new = tl.load(p_new + at, mask=is_new, other=0)
     is_model = (at >= num_new) & (at < num_new + NUM_STEPS)
     drafted = tl.load(p_drafts + (at - num_new), mask=is_model, other=0).to(tl.int32)
-    misses = tl.sum((is_new & (new != predicted)).to(tl.int32), axis=0)
-    misses_model = tl.sum((is_model & (drafted != predicted)).to(tl.int32), axis=0)
+    misses = tl.sum((is_new & (new != forecast)).to(tl.int32), axis=0)
+    misses_model = tl.sum((is_model & (drafted != forecast)).to(tl.int32), axis=0)
 
-    replaces = (tl.load(predictions.replaces_model_ptr + i_req) != 0) & (num_predicted > num_new)
+    replaces = (tl.load(forecasts.replaces_model_ptr + i_req) != 0) & (num_forecast > num_new)
     goes_on = (num_new >= 0) & (misses == 0) & (replaces | (misses_model == 0))
     num_model = tl.where(goes_on & replaces, 0, tl.minimum(limit, NUM_STEPS))
-    num_drafts = tl.where(goes_on, tl.minimum(limit, num_predicted - num_new), 0)
+    num_drafts = tl.where(goes_on, tl.minimum(limit, num_forecast - num_new), 0)
     num_drafts = tl.maximum(num_drafts, num_model)
 
     columns = tl.arange(0, BLOCK_WIDTH)
     is_copied = (columns >= num_model) & (columns < num_drafts)
-    tokens = tl.load(p_predicted + num_new + columns, mask=is_copied, other=-1).to(tl.int64)
+    tokens = tl.load(p_forecast + num_new + columns, mask=is_copied, other=-1).to(tl.int64)
     tl.store(p_drafts + columns, tokens, mask=(columns >= num_model) & (columns < WIDTH))
     tl.store(counts.num_drafts_ptr + i_req, num_drafts)
     tl.store(counts.num_model_ptr + i_req, num_model)

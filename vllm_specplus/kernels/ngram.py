@@ -1,8 +1,8 @@
 """N-gram drafting on the device: ``HybridDrafter(NgramMatcher(...)).draft`` for token buffers that never leave it.
 
-Let s be a request's tokens followed by the draft model's drafts. An end e < len(s) is as good as the number of tokens
-before e that agree with the last tokens of s, counted up to the longest n-gram. The last of equally good ends wins. One
-integer holds both, so that the best end is a maximum:
+Let s be a request's tokens followed by the draft model's drafts. The quality of an end e < len(s) is the number of
+tokens before e that agree with the last tokens of s. It is counted up to the longest n-gram. The last of equally good
+ends wins. One integer holds both, so that the best end is a maximum:
 
     key = agreeing tokens << 32 | e        0 = fewer agree than the shortest n-gram has
 
@@ -337,13 +337,13 @@ def _fill_kernel(
         num_model = tl.where(is_override, 0, num_model)
         num_drafts = tl.where(is_override, limit, num_drafts)
 
-    # Where s ends, the copy goes on with the tokens it has copied: it repeats s[found:]. It reads the model's drafts
+    # At the end of s the copy goes on with the tokens it has copied: it repeats s[found:]. It reads the model's drafts
     # only to append to them, and then they stay in their columns.
     columns = tl.arange(0, BLOCK_WIDTH)
     is_copied = (columns >= num_model) & (columns < num_drafts)
     positions = found + (columns - num_model) % tl.maximum(period, 1)
     tokens = _load_tokens(p_text, p_drafts, positions, num_tokens, is_copied, NUM_STEPS)
-    is_rest = (columns >= num_model) & (columns < WIDTH)
-    tl.store(p_drafts + columns, tl.where(is_copied, tokens, -1).to(tl.int64), mask=is_rest)
+    is_behind_model = (columns >= num_model) & (columns < WIDTH)
+    tl.store(p_drafts + columns, tl.where(is_copied, tokens, -1).to(tl.int64), mask=is_behind_model)
     tl.store(counts.num_drafts_ptr + i_req, num_drafts)
     tl.store(counts.num_model_ptr + i_req, num_model)

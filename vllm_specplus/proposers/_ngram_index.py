@@ -8,8 +8,8 @@ n-gram ended with a token after it. A table is an open-addressing hash table of 
 
     entry = tag | position      0 = empty; a mask parts the two, by the table's capacity
 
-Where tags are equal the tokens themselves are compared, so a lookup is exact. N-grams are not stored: they are read
-back from the request's own row.
+If tags are equal, the tokens themselves are compared, so a lookup is exact. N-grams are not stored: they are read back
+from the request's own row.
 
 A step touches a fixed number of random cache lines for each new token, whatever the length of the history. Each is a
 cache and TLB miss once the tables outgrow the caches. Requests are therefore worked on in blocks: the lines that a
@@ -36,7 +36,7 @@ _HALF = np.uint64(32)
 
 # Shapes: history [num_tokens] int32 and drafts [S] int32 are one sequence, the drafts after the history. entries
 # [num_sizes * table_size] uint32 are the tables, the smallest n-gram size first. hashes [num_sizes] or
-# [_PREFETCH_ENDS, num_sizes] uint64 is scratch. Arguments are plain arrays: numba counts references at each access to a
+# [_PREFETCH_ENDS, num_sizes] uint64 is scratch. Arguments are plain arrays. numba counts references at each access to a
 # tuple of arrays, which makes a step three times as slow.
 
 

@@ -27,8 +27,8 @@ class HybridDrafter:
     Append (FastDeploy's `with_ngram`): the model's drafts come first. The slots after them get the tokens that followed
     the tail of (prompt + output + model drafts) earlier. The tail ends with the model's drafts, so the match continues
     them and does not start again.
-    Override (TensorRT-LLM's `sa_config` threshold): when the history alone matches at least `match_override_len`
-    tokens, the tokens that followed there fill all slots, and the model's drafts are dropped.
+    Override (TensorRT-LLM's `sa_config` threshold): if the history alone matches at least `match_override_len` tokens,
+    the model's drafts are dropped. The tokens that followed there fill all slots.
     Nothing matches: a request has only the model's drafts, so the lists vary in length.
 
     Args:

@@ -26,9 +26,9 @@ class NgramMatcher:
     half. Memory: `_ENTRIES_PER_TOKEN` x 4 bytes for each token and n-gram size, and up to half as much again while a
     request grows.
 
-    A request id that comes back with other text is noticed by its prompt length, by a shorter history, or by the last
-    eight tokens, and is indexed anew. If all of these agree, matches may be missed. Drafts are still only continuations
-    found in the present text.
+    A request id may come back with other text, which is then indexed anew. It is noticed by its prompt length, by a
+    shorter history, or by the last eight tokens. If all of these agree, matches may be missed. Drafts are still only
+    continuations found in the present text.
 
     Args:
         max_num_reqs: requests that have state at the same time.

@@ -72,8 +72,8 @@ class ReferenceText:
         """Take in the new tokens of the output and draft the tokens that follow.
 
         Args:
-            output: [num_tokens] int32, all output tokens so far. It may differ from the output of earlier calls: if it
-                is shorter, or if the last eight tokens are not where they were, all of it is taken in anew.
+            output: [num_tokens] int32, all output tokens so far. It may differ from the output of earlier calls. All of
+                it is taken in anew if it is shorter, or if the last eight tokens are not where they were.
             max_drafts: the most drafts, >= 0.
 
         Returns:

@@ -12,7 +12,7 @@ _NUM_FINGERPRINT_TOKENS = 8
 
 @dataclass
 class _Progress:
-    """How far the cache has the tokens of one request."""
+    """The part of one request's tokens that the cache has."""
 
     num_prompt_tokens: int
     num_tokens: int
@@ -82,8 +82,8 @@ class SuffixMatcher:
         if model_drafts is not None:
             model_drafts = model_drafts.astype(np.int32, copy=False)
 
-        # A request drafts before the next one's tokens are added: responses of the same step reach the shared tree in
-        # row order, as in vLLM's own proposer.
+        # A request drafts before the next one's tokens are added. So responses of the same step reach the shared tree
+        # in row order, as in vLLM's own proposer.
         for i, req_id in enumerate(history.req_ids):
             row = history.tokens(i)
             num_prompt_tokens = int(history.num_prompt_tokens[i])

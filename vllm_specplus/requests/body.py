@@ -16,12 +16,12 @@ class RequestBody:
     """An HTTP request that asks something of the plugin.
 
     Attributes:
-        rest: the body without the plugin's fields; its ``vllm_xargs`` is a dict.
+        vllm_body: the body without the plugin's fields; its ``vllm_xargs`` is a dict.
         options: None if it asks for `aux_info` alone.
         aux_info: whether the response is to have RTP-LLM's ``aux_info``.
     """
 
-    rest: dict[str, Any]
+    vllm_body: dict[str, Any]
     options: RequestOptions | None
     aux_info: bool
 
@@ -35,17 +35,17 @@ class RequestBody:
         return self.has_reference or self.aux_info
 
     def encode(self, entry: str, key: str) -> bytes:
-        """The rest as JSON, with one more entry in its ``vllm_xargs``."""
-        return json.dumps({**self.rest, "vllm_xargs": {**self.rest["vllm_xargs"], entry: key}}).encode()
+        """The body for vLLM as JSON, with one more entry in its ``vllm_xargs``."""
+        return json.dumps({**self.vllm_body, "vllm_xargs": {**self.vllm_body["vllm_xargs"], entry: key}}).encode()
 
     def add_usage(self) -> bool:
         """Have vLLM end a stream with a chunk for its usage; False if it does so already, or there is no stream."""
-        options = self.rest.get("stream_options") or {}
-        if not self.rest.get("stream") or not isinstance(options, dict) or options.get("include_usage"):
+        options = self.vllm_body.get("stream_options") or {}
+        if not self.vllm_body.get("stream") or not isinstance(options, dict) or options.get("include_usage"):
             return False
         # vLLM ignores `continuous_usage_stats` without `include_usage`, and the client must not get it now.
         options = {key: value for key, value in options.items() if key != "continuous_usage_stats"}
-        self.rest["stream_options"] = {**options, "include_usage": True}
+        self.vllm_body["stream_options"] = {**options, "include_usage": True}
         return True
 
 
@@ -68,11 +68,11 @@ def read_body(received: bytes) -> RequestBody | None:
     options = parse_options(xargs if prediction is None else {**xargs, "prediction": prediction})
     if options is None and not aux_info:
         return None
-    rest = {
+    vllm_body = {
         **body,
         "vllm_xargs": {key: value for key, value in xargs.items() if key not in RequestOptions.model_fields},
     }
-    return RequestBody(rest, options, bool(aux_info))
+    return RequestBody(vllm_body, options, bool(aux_info))
 
 
 def decode_object(encoded: bytes) -> dict[str, Any] | None:

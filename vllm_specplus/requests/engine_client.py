@@ -16,7 +16,7 @@ def has_drafter(engine_client: Any) -> bool:
         return False
 
 
-def request_check(engine_client: Any) -> type[RequestCheck] | None:
+def check_of_engine(engine_client: Any) -> type[RequestCheck] | None:
     """The check of the engine's requests; None if the plugin does not draft there, or nothing checks them."""
     return check_of(engine_client.vllm_config.model_config) if has_drafter(engine_client) else None
 

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from vllm_specplus.requests.body import RequestBody, read_body
 from vllm_specplus.requests.check import RequestCheck, handover
-from vllm_specplus.requests.engine_client import request_check
+from vllm_specplus.requests.engine_client import check_of_engine
 from vllm_specplus.requests.options import HANDOVER_ENTRY, RequestError, ResolvedOptions
 from vllm_specplus.requests.response import (
     JSON_TYPE,
@@ -38,8 +38,8 @@ _SCOPE_MARK = "specplus"
 class PredictedOutputs:
     """ASGI middleware for ``vllm serve --middleware vllm_specplus.requests.PredictedOutputs``.
 
-    It acts on POSTs of JSON to the chat completions and completions of an engine in which the plugin drafts. vLLM does
-    not get the plugin's fields; their meaning waits in `check.handover`. A request with a reference gets
+    It acts on POSTs of JSON to the chat completions and completions of an engine in which the plugin drafts. The
+    plugin's fields do not go to vLLM: their meaning waits in `check.handover`. A request with a reference gets
     ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true``
     gets RTP-LLM's ``aux_info`` (``cost_time`` in milliseconds), a stream in its last chunk. A field that is not allowed
     is answered with HTTP 400. Requests that ask nothing of the plugin pass through unchanged.
@@ -54,7 +54,7 @@ class PredictedOutputs:
         arrival = time.perf_counter()
         scope = {**scope, _SCOPE_MARK: True}
         engine_client = getattr(_state(scope), "engine_client", None)
-        check = request_check(engine_client)
+        check = check_of_engine(engine_client)
         if check is None:
             logger.warning_once(
                 "PredictedOutputs does nothing: the engine's speculative config has no method of vllm-specplus, or its "
@@ -96,7 +96,7 @@ class PredictedOutputs:
             handover.drop(report.key)
             if body.needs_counts:
                 # The workers keep a request's counts until they are collected.
-                report.request_counts()
+                report.ask_for_counts()
 
 
 def _is_generation(scope: Scope) -> bool:

@@ -60,10 +60,12 @@ class Report:
     arrival: float
     _counts: asyncio.Task[dict[str, Any] | None] | None = None
 
-    def request_counts(self) -> asyncio.Task[dict[str, Any] | None]:
+    def ask_for_counts(self) -> asyncio.Task[dict[str, Any] | None]:
         """Ask the workers for the counts, once. The task goes on if its waiter is cancelled."""
         if self._counts is None:
-            self._counts = asyncio.create_task(ask_workers(self.engine_client, "specplus_request_stats", self.key))
+            self._counts = asyncio.create_task(
+                ask_workers(self.engine_client, "specplus_collect_request_stats", self.key)
+            )
             count_tasks.add(self._counts)
             self._counts.add_done_callback(_end_count_task)
         return self._counts
@@ -71,7 +73,7 @@ class Report:
     async def add_to(self, payload: dict[str, Any]) -> None:
         """Add to a payload with usage; it stays as it is if the workers cannot be asked, or none knows the request."""
         try:
-            counts = await asyncio.shield(self.request_counts())
+            counts = await asyncio.shield(self.ask_for_counts())
         except Exception as error:
             logger.warning("a response goes without its counts: the workers cannot be asked for them: %r", error)
             return

@@ -24,7 +24,7 @@ class Tracker(Protocol):
     def stats(self) -> dict[str, Any]:
         """Counts by source and position, and the number of entries: see ``SpecPlusWorkerMixin.specplus_stats``."""
 
-    def request_stats(self, key: str) -> dict[str, int] | None:
+    def collect_request_stats(self, key: str) -> dict[str, int] | None:
         """Collect the counts of one key, once: see ``RequestCounts.collect``."""
 
 

@@ -118,7 +118,7 @@ class LiveRequests:
     def sizes(self) -> dict[str, int]:
         """Entries of each kind; all zero when nothing runs and all counts have been collected."""
         references = sum(request.reference is not None for request in self._requests.values())
-        return {"requests": len(self._requests), "references": references, "kept_counts": len(self.counts)}
+        return {"requests": len(self._requests), "references": references, "request_counts": len(self.counts)}
 
 
 def limits(requests: LiveRequests, req_ids: Sequence[str], width: int) -> np.ndarray:

@@ -57,7 +57,7 @@ def make_draft_model(out: str | Path, seed: int = 0) -> Path:
     """Write a one-layer random Qwen2 model to folder ``out`` and return that folder.
 
     It has the embedding and the output table of the random model of the same ``seed``, so that model accepts some of
-    its drafts; with any other target it only serves to reject. Raises OSError if ``out`` cannot be written.
+    its drafts. With any other target it only serves to reject. Raises OSError if ``out`` cannot be written.
     """
     return _install(out, lambda folder: _write_draft(folder, seed))
 
@@ -162,9 +162,9 @@ def _write_checkpoint(folder: Path, net: TinyNet) -> None:
 def randomise(net: TinyNet, seed: int) -> None:
     """Give ``net`` random weights whose greedy output is varied printable text.
 
-    Plain random weights repeat one token and never accept a draft. Here attention is sharp, so that the output
-    depends on the whole context; only printable bytes have logits other than 0; and the MTP head passes on the
-    embedding of the newest token, so that some of its drafts are right.
+    Plain random weights repeat one token and never accept a draft. Here attention is sharp, so the output depends on
+    the whole context. Only printable bytes have logits other than 0. The MTP head passes on the embedding of the newest
+    token, so some of its drafts are right.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in sorted(net.named_parameters()):

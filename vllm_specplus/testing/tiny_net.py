@@ -6,8 +6,8 @@ Module names are those of the Hugging Face checkpoint, so ``state_dict()`` is th
 Two conventions of the MiMo architecture matter to training:
 
 * The head reads the target's hidden state *before* the last norm.
-* Slot ``t`` of the head holds the hidden state of token ``t``, the embedding of token ``t + 1`` and the rotary position
-  ``t``, and predicts token ``t + 2``. At position 0 the embedding is replaced by zeros.
+* Place ``t`` of the head holds the hidden state of token ``t``, the embedding of token ``t + 1`` and the rotary
+  position ``t``. It predicts token ``t + 2``. At position 0 the embedding is replaced by zeros.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class MtpLayer(DecoderLayer):
 
     def combine(self, hidden: Tensor, next_embeds: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Map hidden states and the next tokens' embeddings, both ``[B, T, width]``, to outputs."""
-        seen = torch.ones_like(next_embeds[:, :, :1])
-        seen[:, 0] = 0.0
-        pair = (self.hidden_layernorm(hidden), self.token_layernorm(next_embeds * seen))
+        mask = torch.ones_like(next_embeds[:, :, :1])
+        mask[:, 0] = 0.0
+        pair = (self.hidden_layernorm(hidden), self.token_layernorm(next_embeds * mask))
         return self.final_layernorm(self(self.input_proj(torch.cat(pair, dim=-1)), rotary))
 
 

@@ -53,11 +53,11 @@ def make_inputs(
     _check_options(strategy, verify_window, max_candidate_len)
     if seeds is not None and positions is None:
         raise ValueError("positions is None; it is required with seeds, as both key the noise")
-    given = {"cu_num_rows": cu_num_rows, "draft_token_ids": draft_token_ids}
+    arguments = {"cu_num_rows": cu_num_rows, "draft_token_ids": draft_token_ids}
     optional = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
     optional |= {"seeds": seeds, "positions": positions, "draft_rows": draft_rows}
-    given |= {name: tensor for name, tensor in optional.items() if tensor is not None}
-    _check_tensors(logits, temperature, given)
+    arguments |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    _check_tensors(logits, temperature, arguments)
     _check_draft_logits(strategy, logits, draft_logits, draft_rows)
     if logits.device.type == "cpu":
         _check_values(cu_num_rows, logits.shape[0], temperature, top_p, top_k, min_p)
@@ -78,7 +78,7 @@ def make_inputs(
         policy=policy,
         verify_window=verify_window,
         max_candidate_len=max_candidate_len,
-        max_rows=_width(cu, max_rows),
+        max_rows=_num_columns(cu, max_rows),
         draft_logits=draft_logits,
         draft_rows=None if draft_rows is None else draft_rows.to(torch.int64).contiguous(),
     )
@@ -137,7 +137,7 @@ def _row_numbers(logits: torch.Tensor) -> torch.Tensor:
     return torch.arange(logits.shape[0], dtype=torch.int64, device=logits.device)
 
 
-def _width(cu: torch.Tensor, max_rows: int | None) -> int:
+def _num_columns(cu: torch.Tensor, max_rows: int | None) -> int:
     """Columns of the output; without `max_rows` the device is asked once."""
     on_cpu = cu.device.type == "cpu"
     longest = max((end - start for start, end in pairwise(cu.tolist())), default=0) if on_cpu or max_rows is None else 0

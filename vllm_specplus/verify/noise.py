@@ -1,10 +1,10 @@
 """Noise that depends on (seed, position, token id) alone, or on (seed, position).
 
-The hash of the Gumbel noise and the two logarithms are those of vLLM's V2 runner (``murmur3_hash32``,
-``murmur3_uniform32`` and ``gumbel_noised_argmax`` at float32 of ``vllm/v1/worker/gpu/sample/gumbel.py``), restated in
-torch operations. So the same logits, seed and position give the token that vLLM's sampler draws. A draft is judged by
-Triton's ``tl.rand(seed, position)``, as in that runner's rejection sampler: Philox-4x32-10 (Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3").
+The hash of the Gumbel noise and the two logarithms are those of vLLM's V2 runner, restated in torch operations. There
+they are ``murmur3_hash32``, ``murmur3_uniform32`` and ``gumbel_noised_argmax`` at float32, of
+``vllm/v1/worker/gpu/sample/gumbel.py``. So the same logits, seed and position give the token that vLLM's sampler draws.
+A draft is judged by Triton's ``tl.rand(seed, position)``, as in that runner's rejection sampler: Philox-4x32-10 (Salmon
+et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
 The hashes and the uniform numbers made of them agree bit for bit. The Gumbel noise goes through the platform's
 ``log``, so it agrees to a few units in the last place. The drawn token agrees unless two scores are that close.
@@ -39,9 +39,8 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
 
     Args:
         seeds: ``[n]`` int64, the seed of the request that each row belongs to. Any value.
-        positions: ``[n]`` int64, position in the sequence of the token that was fed in to get the
-            row's logits (0-based, as V2's ``positions[logits_indices]``): the token drawn with
-            it will stand at ``position + 1``.
+        positions: ``[n]`` int64, position of the token that gave the row's logits, in its sequence (0-based, as V2's
+            ``positions[logits_indices]``). The token drawn with it will stand at ``position + 1``.
         vocab_size: number of token ids.
 
     Returns:

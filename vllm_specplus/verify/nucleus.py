@@ -1,8 +1,8 @@
 """The nucleus of rows that a filter acts on: the few tokens that can be inside, in order.
 
-A bound on z comes first, below which no token of the nucleus lies. Block maxima give it: as each of them is one token's
-value, the k-th largest maximum is at most the k-th largest value, and the mass of the largest maxima is at
-most the mass of as many tokens. Only the tokens that reach the bound are sorted.
+A bound on z comes first: no token of the nucleus lies below it. Block maxima give it, as each of them is one token's
+value. So the k-th largest maximum is at most the k-th largest value. And the mass of the largest maxima is at most the
+mass of as many tokens. Only the tokens that reach the bound are sorted.
 """
 
 from dataclasses import dataclass
@@ -120,8 +120,8 @@ def read_nucleus(inputs: VerifyInputs, rows: Rows) -> Nucleus:
         inside &= rank < inputs.max_candidate_len
     inside[:, 0] = True
     # Tokens past every row's nucleus are of no use, but a second choice may pass by `verify_window`.
-    width = max(int(inside.sum(dim=1).max()), 2)
-    return Nucleus(*(value[:, :width] for value in (token_ids, z, weight, inside)))
+    size = max(int(inside.sum(dim=1).max()), 2)
+    return Nucleus(*(value[:, :size] for value in (token_ids, z, weight, inside)))
 
 
 def _lower_bound(
@@ -131,7 +131,7 @@ def _lower_bound(
     best, maxima = rows.best, rows.maxima
     count = top_k
     if inputs.max_candidate_len is not None:
-        # Where both top-k and top-p act, the mass of all that top-k keeps has to be known.
+        # If both top-k and top-p act, the mass of all that top-k keeps has to be known.
         fewer = top_k.clamp(max=inputs.max_candidate_len)
         count = fewer if mass is None else torch.where(top_k < inputs.vocab_size, top_k, fewer)
     num_maxima = min(maxima.shape[1], _MOST_MAXIMA)
@@ -165,11 +165,11 @@ def _sort(rows: Rows, bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     row, token = at_least(rows.z, rows.maxima, bound)
     num_rows = bound.shape[0]
     counts = torch.bincount(row, minlength=num_rows)
-    width = max(int(counts.max()), 2)
+    size = max(int(counts.max()), 2)
     place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
-    z = torch.full((num_rows, width), NEG_INF, device=row.device)
+    z = torch.full((num_rows, size), NEG_INF, device=row.device)
     z[row, place] = rows.z[row, token]
-    token_ids = torch.zeros((num_rows, width), dtype=torch.int64, device=row.device)
+    token_ids = torch.zeros((num_rows, size), dtype=torch.int64, device=row.device)
     token_ids[row, place] = token
     order = _falling_order(z)
     return token_ids.gather(1, order), z.gather(1, order)

@@ -23,12 +23,12 @@ Lossless: the text follows the target's (truncated) distribution, whatever the d
 (*) lossless at temperature 0, where every strategy is `greedy` and all text is the target's own.
 
 The nucleus: min-p keeps the tokens at least `min_p` times as likely as the likeliest. top-k keeps the first k of those.
-top-p keeps each token with less than `top_p` of the mass that is left ranked above it. One token always stays.
+top-p then keeps a token if those ranked above it have less than `top_p` of the remaining mass. One token always stays.
 
 A sample is the argmax of z + noise (the lower id on a tie), with the noise of
 `noise.gumbel_noise`, u that of `noise.acceptance_uniform`. `rejection` samples by log(p - q) + noise;
-without `draft_logits` that is z + noise over the nucleus without d. Where rounding leaves p above q
-nowhere it emits the first. q is the softmax of the draft logits divided by the temperature.
+without `draft_logits` that is z + noise over the nucleus without d. If rounding leaves p above q nowhere, it emits the
+first. q is the softmax of the draft logits divided by the temperature.
 
 Infinities and NaN: a NaN logit counts as -inf. A draft is never accepted if its z is -inf, if it is not in the
 vocabulary, or if it stands on a bonus row. A row of -inf alone emits token 0. Logits of +inf share all the mass, and a
@@ -36,12 +36,12 @@ sample takes the lowest id among them. A row of draft logits that is all -inf is
 sampled, and q(d) is 1.
 
 Arithmetic: z and z + noise are float32. Masses are float64 sums of exp(z - max z) here and may be float32 in a backend.
-Backends must agree whenever no mass lies within rounding of its threshold: 1e-6 of the row's mass, and 2^-23 of it for
-each unit of max |z|, as z is rounded too. They agree too where the sums are exact, as among equal logits. Within
-rounding these may go either way: a mass and its threshold; p(d) and u q(d); two scores, z or log(p - q) + noise; a
-weight and min_p, if within 1e-4 of itself. Even then the emitted token is a candidate by the backend's own sums. Two
-logits that differ may have the same z; a backend may order them by the logits, which spares it a division. A
-probability under 1e-30 may count as 0.
+Backends must agree whenever no mass lies within rounding of its threshold. Rounding is 1e-6 of the row's mass, and
+2^-23 of it for each unit of max |z|, as z is rounded too. They agree too where the sums are exact, as among equal
+logits. Within rounding three comparisons may go either way: a mass and its threshold; p(d) and u q(d); two scores, z or
+log(p - q) + noise. So may a weight and min_p, if within 1e-4 of itself. Even then the emitted token is a candidate by
+the backend's own sums. Two logits that differ may have the same z; a backend may order them by the logits, which spares
+it a division. A probability under 1e-30 may count as 0.
 
 Sources: drafting and verifying, Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318), which
 is `rejection`. `topp` and its `verify_window`: the verification rule of PaddleNLP and FastDeploy. Sampling by a shared
@@ -122,10 +122,10 @@ def read_row(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> Row:
     if not greedy:
         z = z / inputs.temperature[r]
     values = z.tolist()
-    given = None if is_bonus else int(inputs.draft_token_ids[i])
-    if given is not None and not 0 <= given < len(values):
-        given = None
-    draft = given if given is not None and values[given] > -math.inf else None
+    proposal = None if is_bonus else int(inputs.draft_token_ids[i])
+    if proposal is not None and not 0 <= proposal < len(values):
+        proposal = None
+    draft = proposal if proposal is not None and values[proposal] > -math.inf else None
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     if greedy:
         return Row(order, order[:1], {order[0]: 0.0}, draft)
@@ -140,18 +140,18 @@ def read_row(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> Row:
     seed, position = inputs.seeds[r : r + 1], inputs.positions[i : i + 1]
     noise = gumbel_noise(seed, position, len(values))[0]
     noisy = (z + noise).tolist()
-    if inputs.strategy != "rejection" or inputs.policy != "normal" or given is None:
+    if inputs.strategy != "rejection" or inputs.policy != "normal" or proposal is None:
         return Row(order, candidates, {token: noisy[token] for token in candidates}, draft)
 
     p = softmax(values, candidates)
     q = draft_probabilities(inputs, r, i)
     if q is None:
-        q = {given: 1.0}
-        score = {token: noisy[token] for token in candidates if token != given}
+        q = {proposal: 1.0}
+        score = {token: noisy[token] for token in candidates if token != proposal}
     else:
         more = [token for token in candidates if p[token] > q[token]]
         score = {token: math.log(p[token] - q[token]) + noise[token].item() for token in more}
-    passes = p.get(given, 0.0) > acceptance_uniform(seed, position).item() * q[given]
+    passes = p.get(proposal, 0.0) > acceptance_uniform(seed, position).item() * q[proposal]
     return Row(order, candidates, score or {order[0]: 0.0}, draft, passes)
 
 

@@ -1,8 +1,8 @@
 """Rows of target logits, read so that a few passes over the vocabulary answer most questions.
 
 Rows are padded with -inf to whole blocks of 64 tokens, and the largest value of each block is kept. The maxima say
-where large values are, so only a few blocks are visited again. torch has no fast comparison or argmax over a whole row
-on a CPU: a row of 49,152 tokens takes 40 to 100 µs in either, and 5 µs in a maximum.
+where large values are, so only a few blocks are visited again. On a CPU torch has no fast comparison or argmax over a
+whole row: a row of 49,152 tokens takes 40 to 100 µs in either, and 5 µs in a maximum.
 """
 
 import math
@@ -25,8 +25,9 @@ class Rows:
     Attributes:
         request: ``[n]`` int64, the request of each row.
         noise_key: ``[n]`` int32, of ``noise.noise_keys``.
-        z: ``[n, width]`` float32 without NaN; `width` is the vocabulary's size in whole blocks, -inf past its end.
-        maxima: ``[n, width / 64]`` float32, the largest z of each block.
+        z: ``[n, padded_size]`` float32 without NaN; `padded_size` is the vocabulary's size in whole blocks, -inf past
+            its end.
+        maxima: ``[n, padded_size / 64]`` float32, the largest z of each block.
         best: ``[n]`` float32, the largest z of each row.
     """
 
@@ -52,7 +53,7 @@ def scale_rows(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.T
     """Logits over temperature, as a copy in which NaN is -inf, and the maxima of its blocks.
 
     Returns:
-        ``[n, width]`` and ``[n, width / 64]`` float32.
+        ``[n, padded_size]`` and ``[n, padded_size / 64]`` float32.
     """
     num_rows, vocab_size = logits.shape
     z = torch.empty(num_rows, -(-vocab_size // BLOCK) * BLOCK, dtype=torch.float32, device=logits.device)
@@ -71,7 +72,7 @@ def take_rows(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def block_maxima(values: torch.Tensor) -> torch.Tensor:
-    """``[n, width / 64]``: the largest value of each block; NaN where one is NaN."""
+    """``[n, padded_size / 64]``: the largest value of each block; NaN where one is NaN."""
     return values.unflatten(1, (-1, BLOCK)).amax(dim=2)
 
 
@@ -94,7 +95,7 @@ def weigh(z: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
 
 
 def probabilities(z: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """``[n, width]`` float32: the softmax of whole rows z; of nothing but -inf, 0."""
+    """``[n, padded_size]`` float32: the softmax of whole rows z; of nothing but -inf, 0."""
     weight = weigh(z, best)
     total = weight.sum(dim=1)
     return weight.mul_(torch.where(best > NEG_INF, 1 / total, 0.0)[:, None])
@@ -106,7 +107,7 @@ def best_noised(
     """The token with the best score + noise of each row, the lower id on a tie.
 
     Args:
-        score: ``[n, width]`` float32 without NaN, contiguous.
+        score: ``[n, padded_size]`` float32 without NaN, contiguous.
         noise_key: ``[n]`` int32.
         excluded: ``[n]`` int64, a token that does not count, or -1.
 
@@ -145,8 +146,8 @@ def at_least(values: torch.Tensor, maxima: torch.Tensor, bounds: torch.Tensor) -
     """Where values reach the bound of their row.
 
     Args:
-        values: ``[n, width]`` float32, contiguous.
-        maxima: ``[n, width / 64]`` float32, of these values.
+        values: ``[n, padded_size]`` float32, contiguous.
+        maxima: ``[n, padded_size / 64]`` float32, of these values.
         bounds: ``[n]`` float32.
 
     Returns:

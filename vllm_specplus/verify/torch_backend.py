@@ -1,8 +1,8 @@
 """Verification in plain torch, on any device: the specification of `reference.py`, many rows at a time.
 
-A greedy row takes one pass, for its largest logit. A sampled row without filters takes some thirty: an upper bound of
-z + noise for all tokens, then the score itself for the few whose bound reaches the best. A row with filters takes
-those that find its nucleus (`nucleus.py`), and noise for the nucleus alone.
+A greedy row takes one pass, for its largest logit. A sampled row without filters takes some thirty: first an upper
+bound of z + noise for all tokens. Then it takes the score itself for the few whose bound reaches the best. A row with
+filters takes those that find its nucleus (`nucleus.py`), and noise for the nucleus alone.
 
 Rows that cannot matter are left out, and their number is read back from the device. So on an accelerator the host
 waits a few times for every chunk of rows.
@@ -26,8 +26,8 @@ from vllm_specplus.verify.rows import (
 )
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
-# Logits worked on at a time (at least one row). On a CPU few enough for the temporaries to stay in a cache; on an
-# accelerator enough to keep it busy, at some ten temporaries of a quarter of a GiB.
+# Logits worked on at a time (at least one row). On a CPU they are few enough for the temporaries to stay in a cache. On
+# an accelerator they keep it busy, at some ten temporaries of a quarter of a GiB.
 _CHUNK_ELEMENTS = 1 << 18
 _CHUNK_ELEMENTS_ON_ACCELERATOR = 1 << 26
 _GREEDY_CHUNKS = 8  # an argmax has no temporaries, or a single one
@@ -35,7 +35,7 @@ _GREEDY_CHUNKS = 8  # an argmax has no temporaries, or a single one
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which request a row belongs to, and how many rows a request has.
+    """The request that a row belongs to, and the rows that a request has.
 
     Attributes:
         request: ``[num_rows]`` int64.
@@ -62,8 +62,8 @@ def verify(inputs: VerifyInputs) -> VerifyOutput:
     if inputs.num_reqs == 0 or inputs.num_rows == 0:
         return _no_tokens(inputs)
     layout = _lay_out(inputs)
-    given = _given_drafts(inputs, layout)
-    drafts = _acceptable_drafts(inputs, layout, given)
+    proposals = _proposals(inputs, layout)
+    drafts = _acceptable_drafts(inputs, layout, proposals)
     emitted = torch.full_like(drafts, -1)
     if inputs.policy == "reject_all":
         accepted = torch.zeros_like(drafts, dtype=torch.bool)
@@ -81,7 +81,7 @@ def verify(inputs: VerifyInputs) -> VerifyOutput:
             _accept_candidates(inputs, layout, drafts, accepted)
         elif inputs.strategy == "rejection":
             _accept_by_ratio(inputs, layout, drafts, accepted)
-    return _scan(inputs, layout, given, accepted, emitted)
+    return _scan(inputs, layout, proposals, accepted, emitted)
 
 
 def _no_tokens(inputs: VerifyInputs) -> VerifyOutput:
@@ -108,7 +108,7 @@ def _lay_out(inputs: VerifyInputs) -> _Layout:
     return _Layout(request, counts.clamp(max=inputs.max_rows), grid, sampled, filtered, keys)
 
 
-def _given_drafts(inputs: VerifyInputs, layout: _Layout) -> torch.Tensor:
+def _proposals(inputs: VerifyInputs, layout: _Layout) -> torch.Tensor:
     """``[num_rows]`` int64: the draft, or -1 where there is none."""
     rows = torch.arange(inputs.num_rows, device=layout.request.device)
     last = inputs.cu_num_rows[layout.request] + layout.counts[layout.request] - 1
@@ -116,12 +116,12 @@ def _given_drafts(inputs: VerifyInputs, layout: _Layout) -> torch.Tensor:
     return torch.where((rows < last) & (drafts >= 0) & (drafts < inputs.vocab_size), drafts, -1)
 
 
-def _acceptable_drafts(inputs: VerifyInputs, layout: _Layout, given: torch.Tensor) -> torch.Tensor:
+def _acceptable_drafts(inputs: VerifyInputs, layout: _Layout, proposals: torch.Tensor) -> torch.Tensor:
     """``[num_rows]`` int64: the draft, or -1 where none could be accepted under any policy."""
-    logits = inputs.logits.gather(1, given.clamp(min=0)[:, None])[:, 0].to(torch.float32)
+    logits = inputs.logits.gather(1, proposals.clamp(min=0)[:, None])[:, 0].to(torch.float32)
     z = logits / torch.where(layout.sampled, inputs.temperature[layout.request], 1.0)
     # Also false for NaN.
-    return torch.where(z > NEG_INF, given, -1)
+    return torch.where(z > NEG_INF, proposals, -1)
 
 
 def _scan(

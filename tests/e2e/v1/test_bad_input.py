@@ -1,4 +1,4 @@
-"""What is wrong is said once, clearly, before weights load."""
+"""A wrong setting is reported once, clearly, before weights load."""
 
 import json
 import os
@@ -56,8 +56,8 @@ def test_head_of_several_layers_forbids_some_steps(tiny: Path, tmp_path: Path) -
     with pytest.raises(SpecPlusConfigError, match=r"num_model_steps=3.*2 layers"):
         create(two, HYBRID | {"num_speculative_tokens": 5, "num_model_steps": 3})
     # Five drafts of a two-layer head are none of vLLM's business here: the head makes two of them.
-    made = create(two, HYBRID | {"num_speculative_tokens": 5, "num_model_steps": 2})
-    assert made.speculative_config.num_speculative_tokens == 5
+    config = create(two, HYBRID | {"num_speculative_tokens": 5, "num_model_steps": 2})
+    assert config.speculative_config.num_speculative_tokens == 5
 
 
 def test_vocabulary_of_the_draft_model_must_fit(tiny: Path, draft: Path, tmp_path: Path) -> None:

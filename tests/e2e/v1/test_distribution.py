@@ -14,7 +14,7 @@ SAMPLED_DRAFTS = {"draft_sample_method": "probabilistic"}
 
 
 def tails(model: Path, config: dict[str, Any] | None) -> Counter[tuple[int, ...]]:
-    """How often each pair of second and third tokens came; both are at drafted positions."""
+    """Counts of each pair of second and third tokens; both are at drafted positions."""
     with engine(model, config, max_num_seqs=256, seed=5) as e:
         return Counter(tuple(t[1:]) for t in e.tokens([PROMPTS[0]], **SAMPLING))
 
@@ -49,10 +49,10 @@ def _p_value(observed: Counter[tuple[int, ...]], reference: Counter[tuple[int, .
     """Two-sample chi-squared of equally many draws, over the outcomes that came at least ten times in all."""
     total = observed + reference
     common = [k for k, n in total.items() if n >= 10]
-    rest = {k for k in total if k not in common}
+    rare = {k for k in total if k not in common}
 
     def bins(counts: Counter[tuple[int, ...]]) -> list[int]:
-        return [counts[k] for k in common] + [sum(counts[k] for k in rest)]
+        return [counts[k] for k in common] + [sum(counts[k] for k in rare)]
 
     a, b = bins(observed), bins(reference)
     expected = [(x + y) / 2 for x, y in zip(a, b, strict=True) if x + y]

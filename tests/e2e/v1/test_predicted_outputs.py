@@ -191,7 +191,7 @@ def check_under_load(server: Server, max_tokens: int) -> None:
     # Workers hear of cancelled requests with the next step.
     assert client.completions.create(**request, prompt=prompts[0]).choices[0].text == texts[0]
     stats = json.loads(server.get("/specplus/stats"))
-    assert stats["entries"] == {"requests": 0, "references": 0, "kept_counts": 0}
+    assert stats["entries"] == {"requests": 0, "references": 0, "request_counts": 0}
     for what, name in (("drafted", "draft"), ("accepted", "accepted")):
         # vLLM leaves out the step in which a request was cancelled.
         counted = server.metric(f"vllm:spec_decode_num_{name}_tokens_total")

@@ -79,7 +79,7 @@ def test_a_reference_drafts_for_its_own_request_alone(trained: Path, base: dict[
         assert e.counts().drafted == 2 * alone
         ask(e, PROMPTS[:1], [{}], max_tokens=TOKENS)
         assert e.counts().drafted == 2 * alone
-        assert stats(e)["entries"] == {"requests": 0, "references": 0, "kept_counts": 0}
+        assert stats(e)["entries"] == {"requests": 0, "references": 0, "request_counts": 0}
 
 
 @pytest.mark.parametrize("proposer", ["naive", "mtp_ngram"])

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.interpreter
 TOKENS = 24
 
 
-def generate(e: Engine, prompts: list[list[int]], asked: list[dict[str, Any]]) -> list[Any]:
+def generate(e: Engine, prompts: list[list[int]], options: list[dict[str, Any]]) -> list[Any]:
     """The results of requests with their own lengths and options."""
     params = [
-        SamplingParams(temperature=0, ignore_eos=True, max_tokens=a["max_tokens"], extra_args=a["extra"]) for a in asked
+        SamplingParams(temperature=0, ignore_eos=True, max_tokens=a["max_tokens"], extra_args=a["extra"])
+        for a in options
     ]
     return e.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
@@ -43,14 +44,14 @@ def test_greedy_text_is_the_text_without_speculation(
         assert ask(e, FEW * 2, asking(base[model]), max_tokens=TOKENS) == base[model] * 2
         accepted = check_sums(e)
         tokens(e, FEW[:1], max_tokens=2)
-        assert stats(e)["entries"] == {"requests": 0, "references": 0, "kept_counts": 0}
+        assert stats(e)["entries"] == {"requests": 0, "references": 0, "request_counts": 0}
     assert accepted["reference"] > TOKENS
     assert accepted["unfilled"] == 0
 
 
 @pytest.mark.parametrize("proposer", ["mtp_ngram", "suffix"])
 def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
-    """The host has the tokens of the step before, and the device continues its predictions."""
+    """The host has the tokens of the step before, and the device continues its forecasts."""
     texts = base[trained]
     with async_engine(trained, config_of(proposer, draft)) as e:
         assert ask(e, FEW * 2, asking(texts), max_tokens=TOKENS) == texts * 2

@@ -40,8 +40,8 @@ class NotingKernel:
 
         def launch(*args: Any, **constants: Any) -> Any:
             unspecialized = kernel.kwargs.get("do_not_specialize") or ()
-            given = zip(kernel.arg_names, args, strict=False)
-            variant = [self._variant(value, name not in unspecialized) for name, value in given]
+            values = zip(kernel.arg_names, args, strict=False)
+            variant = [self._variant(value, name not in unspecialized) for name, value in values]
             self._variants.add((kernel.__name__, *variant, *sorted(constants.items())))
             return kernel[grid](*args, **constants)
 

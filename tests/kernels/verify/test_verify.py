@@ -63,7 +63,7 @@ shapes = st.builds(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     strategy=st.sampled_from(STRATEGIES),
     policy=st.sampled_from(["normal", "normal", "normal", *POLICIES]),
-    window=st.integers(0, 3),
+    verify_window=st.integers(0, 3),
     max_candidate_len=st.sampled_from([None, 1, 2, 5]),
     kinds=st.lists(st.sampled_from(ROW_KINDS), min_size=1, max_size=4, unique=True),
     filters=st.sets(st.sampled_from(["top_p", "top_k", "min_p"])),
@@ -101,7 +101,7 @@ def test_long_and_wide_batches(strategy: str, counts: list[int]) -> None:
         dtype=torch.bfloat16,
         strategy=strategy,
         policy="normal",
-        window=2,
+        verify_window=2,
         max_candidate_len=None,
         kinds=["peaked", "tied", "normal", "masked"],
         filters={"top_p", "top_k"},
@@ -138,8 +138,8 @@ def test_large_vocabularies(vocab_size: int, monkeypatch: pytest.MonkeyPatch) ->
     expected = best[:50][(logits.float() + noise)[best[:50]].argmax()]
     assert one_row(logits, strategy="topp", top_k=torch.tensor([50])) == expected
     mass = logits.float().softmax(dim=0)[best].cumsum(dim=0)
-    kept = best[: int((mass < 0.3).sum()) + 1]
-    expected = kept[(logits.float() + noise)[kept].argmax()]
+    candidates = best[: int((mass < 0.3).sum()) + 1]
+    expected = candidates[(logits.float() + noise)[candidates].argmax()]
     assert one_row(logits, strategy="rejection", top_p=torch.tensor([0.3])) == expected
 
 
@@ -153,7 +153,7 @@ def test_a_flat_row_settles_after_several_rounds() -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_masses_near_the_threshold_stay_near_it(offset: float) -> None:
-    """Where rounding decides, each emitted or accepted token is a candidate by some top_p near the one asked for.
+    """If rounding decides, each emitted or accepted token is a candidate by some top_p near the one asked for.
 
     Near is within 1e-6, and 2^-23 for each unit of max |z|. Here top_p is the mass above the tested token.
     """
@@ -245,7 +245,7 @@ class Launches:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_safe_to_capture_in_a_cuda_graph(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a workspace only the kernels run, and their grids depend on shapes, not on values."""
-    seen = []
+    grids = []
     for counts, kinds in (([4, 4, 4], ["normal"]), ([12, 0, 0], ["all_masked"])):
         shape = Shape(counts, 300, torch.bfloat16, strategy, "normal", 0, None, kinds, {"top_p", "top_k"}, seed=2)
         inputs = replace(make_case(shape), max_rows=12)
@@ -256,9 +256,9 @@ def test_safe_to_capture_in_a_cuda_graph(strategy: str, monkeypatch: pytest.Monk
             workspace = poisoned(inputs)
             with NoTensorOperations():
                 kernels.verify(inputs, workspace)
-        seen.append({name: launch.grids for name, launch in launches.items()})
-    assert seen[0] == seen[1]
-    assert len(seen[0]["accept_kernel"]) == 1
+        grids.append({name: launch.grids for name, launch in launches.items()})
+    assert grids[0] == grids[1]
+    assert len(grids[0]["accept_kernel"]) == 1
 
 
 def compile_ahead_of_time() -> None:

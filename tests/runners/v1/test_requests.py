@@ -91,6 +91,9 @@ class Steps:
         output = SimpleNamespace(req_ids=list(sampled), sampled_token_ids=list(sampled.values()))
         self.tracker.after_step(output)
 
+    def collect(self, key: str) -> dict[str, int] | None:
+        return self.tracker.collect_request_stats(key)
+
     def drafted(self, what: str = "drafted") -> dict[str, list[int]]:
         """Tokens by position, of the sources that have any."""
         return {source: row for source, row in self.tracker.stats()[what].items() if any(row)}
@@ -192,7 +195,7 @@ def test_only_what_is_verified_counts() -> None:
     steps.end({"a": [6, 7, 8], "b": [6, 30], "c": [6], "d": []})
     assert steps.drafted() == {"reference": [2, 2, 1, 0]}
     assert steps.accepted() == {"reference": [2, 1, 0, 0]}
-    assert [steps.tracker.request_stats(name) for name in "abcd"] == [
+    assert [steps.collect(name) for name in "abcd"] == [
         {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 0},
         {"num_requests": 1, "num_steps": 2, "accepted": 1, "rejected": 2},
         {"num_requests": 1, "num_steps": 2, "accepted": 0, "rejected": 0},
@@ -228,23 +231,23 @@ def test_a_requests_counts_are_only_of_its_reference() -> None:
     steps.begin(scheduled={name: tokens for name, (tokens, _) in drafts.items()})
     second = {"a": [1, 1, 6], "b": [1, 1, 1, 2], "c": [*TEXT[1:4], 30]}
     steps.end(second)
-    assert steps.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 2, "accepted": 0, "rejected": 0}
-    assert steps.tracker.request_stats("two") == {"num_requests": 1, "num_steps": 2, "accepted": 0, "rejected": 0}
-    assert steps.tracker.request_stats("three") is None
+    assert steps.collect("one") == {"num_requests": 1, "num_steps": 2, "accepted": 0, "rejected": 0}
+    assert steps.collect("two") == {"num_requests": 1, "num_steps": 2, "accepted": 0, "rejected": 0}
+    assert steps.collect("three") is None
     assert steps.accepted() == {"ngram": [2, 2, 1, 0], "reference": [1, 1, 1, 0]}
 
 
 def test_counts_are_kept_until_their_request_ends_and_they_are_collected() -> None:
     steps = Steps()
-    nothing = {"requests": 0, "references": 0, "kept_counts": 0}
+    nothing = {"requests": 0, "references": 0, "request_counts": 0}
     assert steps.tracker.stats()["entries"] == nothing
     steps.begin(steps.add("a", TEXT, key="one"), steps.add("b", key="two"))
     steps.end({"a": [5], "b": [5]})
-    assert steps.tracker.stats()["entries"] == {"requests": 2, "references": 1, "kept_counts": 2}
-    assert steps.tracker.request_stats("two") == {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 0}
+    assert steps.tracker.stats()["entries"] == {"requests": 2, "references": 1, "request_counts": 2}
+    assert steps.collect("two") == {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 0}
     steps.begin(ended=["a", "b", "stranger"])
-    assert steps.tracker.stats()["entries"] == nothing | {"kept_counts": 1}
-    assert steps.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 0}
+    assert steps.tracker.stats()["entries"] == nothing | {"request_counts": 1}
+    assert steps.collect("one") == {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 0}
     assert steps.tracker.stats()["entries"] == nothing
 
 
@@ -262,7 +265,7 @@ def test_a_request_may_begin_in_the_step_in_which_its_id_ends() -> None:
     steps = Steps()
     steps.begin(steps.add("a", TEXT, key="one"))
     steps.begin(steps.add("a", TEXT, key="one"), ended="a")
-    assert steps.tracker.stats()["entries"] == {"requests": 1, "references": 1, "kept_counts": 1}
+    assert steps.tracker.stats()["entries"] == {"requests": 1, "references": 1, "request_counts": 1}
     assert steps.draft({"a": TEXT[:1]}) == {"a": (TEXT[1:5], 0)}
 
 
@@ -327,7 +330,7 @@ def test_any_steps_add_up() -> None:
         assert list(stats[what]) == list(SOURCES)
         assert np.sum(list(stats[what].values()), axis=0).tolist() == expected.tolist()
         assert set(steps.drafted(what)) == {"model", "ngram", "reference"}
-    counts = steps.tracker.request_stats("all")
+    counts = steps.collect("all")
     assert counts is not None
     assert counts["accepted"] == sum(stats["accepted"]["reference"])
     assert counts["rejected"] == sum(stats["drafted"]["reference"]) - counts["accepted"]

@@ -17,13 +17,13 @@ SENTINEL = -99
 class Event:
     """Stands in for `torch.cuda.Event`; lists in `waited` the numbers, by creation, of the events waited for."""
 
-    made = 0
+    count = 0
     waited: list[int] = []  # noqa: RUF012
 
     def __init__(self, blocking: bool) -> None:
         assert blocking
-        self.number = Event.made
-        Event.made += 1
+        self.number = Event.count
+        Event.count += 1
 
     def record(self) -> None:
         pass
@@ -34,7 +34,7 @@ class Event:
     @classmethod
     def install(cls, monkeypatch) -> None:
         monkeypatch.setattr(torch.cuda, "Event", cls)
-        monkeypatch.setattr(cls, "made", 0)
+        monkeypatch.setattr(cls, "count", 0)
         monkeypatch.setattr(cls, "waited", [])
 
 

@@ -162,6 +162,9 @@ class Engine:
         rows = [row[:count] for row, count in zip(drafts.tolist(), num_drafts.tolist(), strict=True)]
         return dict(zip(sampled, zip(rows, num_model.tolist(), strict=True), strict=True))
 
+    def collect(self, key: str) -> dict[str, int] | None:
+        return self.tracker.collect_request_stats(key)
+
     def drafted(self, what: str = "drafted") -> dict[str, list[int]]:
         """Tokens by position, of the sources that have any."""
         return {source: row for source, row in self.tracker.stats()[what].items() if any(row)}
@@ -219,7 +222,7 @@ def test_the_prompt_does_not_count_as_output():
 
 
 def test_one_step_later_a_text_that_agrees_is_drafted_as_well():
-    """The host has the tokens of the step before; the device continues its prediction behind the newer tokens."""
+    """The host has the tokens of the step before; the device continues its forecast behind the newer tokens."""
     engine = Engine(is_async=True)
     engine.add("a", 1, TEXT)
     assert engine.step({"a": TEXT[:1]}, {"a": FROM_HISTORY}) == {"a": (TEXT[1:5], 0)}
@@ -235,7 +238,7 @@ def test_one_step_later_a_text_that_disagrees_is_noticed_at_once(edit):
     engine.add("a", 1, TEXT, edit=edit)
     engine.step({"a": TEXT[:1]})
     assert engine.step({"a": [TEXT[1], 30]}, {"a": ([1, 2], 1)}) == {"a": ([1, 2], 1)}
-    # With `edit` the host takes 30 for a replaced TEXT[2], else it predicts nothing. The device compares what came.
+    # With `edit` the host takes 30 for a replaced TEXT[2], else it forecasts nothing. The device compares what came.
     assert engine.step({"a": [TEXT[3]]}, {"a": FROM_HISTORY}) == {"a": (TEXT[4:8], 0) if edit else FROM_HISTORY}
     assert engine.step({"a": [40]}, {"a": FROM_HISTORY}) == {"a": FROM_HISTORY}
 
@@ -328,24 +331,24 @@ def test_a_requests_counts_go_on_over_preemption():
     engine.add("b", 2, key="two")
     engine.step({"a": TEXT[:1], "b": [5]}, {"b": FROM_HISTORY})
     engine.step({"a": [*TEXT[1:3], 30], "b": [1, 1]}, slots={"a": 4, "b": 3})  # "a": 2 of 4
-    assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 2}
+    assert engine.collect("one") == {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 2}
     engine.preempt("a")
     # Its counts stay while it waits, and the request in its place does not add to them.
     engine.add("c", 1, TEXT)
     engine.step({"c": TEXT[:1], "b": [1]})
     engine.step({"c": TEXT[1:3], "b": [1]}, slots={"c": 4})
-    assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 2}
+    assert engine.collect("one") == {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 2}
     engine.end("c")
     engine.add("a", 0, TEXT, output=TEXT[:3], key="one")
     engine.step({"a": []})
     engine.step({"a": TEXT[3:4]})
     engine.step({"a": TEXT[4:7]}, slots={"a": 3})  # 2 of 3
-    assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 4, "accepted": 4, "rejected": 3}
+    assert engine.collect("one") == {"num_requests": 1, "num_steps": 4, "accepted": 4, "rejected": 3}
     engine.end("a")
-    assert engine.tracker.request_stats("one") is None
+    assert engine.collect("one") is None
     # Drafts of the history do not count for a reference.
-    assert engine.tracker.request_stats("two") == {"num_requests": 1, "num_steps": 4, "accepted": 0, "rejected": 0}
-    assert engine.tracker.request_stats("three") is None
+    assert engine.collect("two") == {"num_requests": 1, "num_steps": 4, "accepted": 0, "rejected": 0}
+    assert engine.collect("three") is None
 
 
 def test_a_place_counts_for_the_request_that_has_it():
@@ -360,14 +363,14 @@ def test_a_place_counts_for_the_request_that_has_it():
     engine.step({"c": [1, 30]}, slots={"c": 3})
     assert engine.drafted() == {"ngram": [1, 1, 1, 0], "reference": [2, 2, 0, 0]}
     expected = {"num_requests": 1, "num_steps": 2, "accepted": 1, "rejected": 1}
-    assert [engine.tracker.request_stats(name) for name in "abc"] == [expected, expected, None]
+    assert [engine.collect(name) for name in "abc"] == [expected, expected, None]
 
 
 def test_a_request_may_begin_in_the_step_in_which_its_id_ends():
     engine = Engine()
     engine.add("a", 1, TEXT, key="one")
     engine.schedule(new_request("a", TEXT, key="one"), ended=["a"])
-    assert engine.tracker.stats()["entries"] == {"requests": 1, "references": 1, "kept_counts": 1}
+    assert engine.tracker.stats()["entries"] == {"requests": 1, "references": 1, "request_counts": 1}
 
 
 def test_requests_of_one_key_are_counted_together():
@@ -378,22 +381,22 @@ def test_requests_of_one_key_are_counted_together():
     engine.step({"a": TEXT[1:3], "b": [30]}, slots={"a": 1, "b": 2})
     engine.end("a")
     expected = {"num_requests": 2, "num_steps": 4, "accepted": 1, "rejected": 2}
-    assert engine.tracker.request_stats("one") == expected
+    assert engine.collect("one") == expected
     engine.end("b")
-    assert engine.tracker.stats()["entries"] == {"requests": 0, "references": 0, "kept_counts": 0}
+    assert engine.tracker.stats()["entries"] == {"requests": 0, "references": 0, "request_counts": 0}
 
 
 def test_counts_are_kept_until_their_request_ends_and_they_are_collected():
     engine = Engine()
-    nothing = {"requests": 0, "references": 0, "kept_counts": 0}
+    nothing = {"requests": 0, "references": 0, "request_counts": 0}
     assert engine.tracker.stats()["entries"] == nothing
     engine.add("a", 0, TEXT, key="one")
     engine.add("b", 1, max_drafts=1)
-    assert engine.tracker.stats()["entries"] == {"requests": 2, "references": 1, "kept_counts": 1}
+    assert engine.tracker.stats()["entries"] == {"requests": 2, "references": 1, "request_counts": 1}
     engine.end("b")
     engine.end("a")
-    assert engine.tracker.stats()["entries"] == nothing | {"kept_counts": 1}
-    assert engine.tracker.request_stats("one") == {"num_requests": 1, "num_steps": 0, "accepted": 0, "rejected": 0}
+    assert engine.tracker.stats()["entries"] == nothing | {"request_counts": 1}
+    assert engine.collect("one") == {"num_requests": 1, "num_steps": 0, "accepted": 0, "rejected": 0}
     assert engine.tracker.stats()["entries"] == nothing
 
 
@@ -423,16 +426,16 @@ class Expected:
         self.begin()
 
     def begin(self) -> None:
-        self.seen = self.engine.text(self.req_id)
+        self.last_text = self.engine.text(self.req_id)
 
     def drafts(self, others: tuple[list[int], int], limit: int) -> tuple[tuple[list[int], int], bool]:
         """The drafts, and whether they are the reference's."""
         engine, text = self.engine, self.engine.text(self.req_id)
-        before, self.seen = self.seen, text
+        before, self.last_text = self.last_text, text
         known = before if engine.is_async else text
         output = np.array(known[engine.prompt_len[self.req_id] :], np.int32)
-        predicted = self.reference.draft(output, (2 * engine.width + 1) if engine.is_async else engine.width)
-        found, _ = continued(Request(text, len(known), predicted.tolist(), [], limit), engine.width)
+        forecast = self.reference.draft(output, (2 * engine.width + 1) if engine.is_async else engine.width)
+        found, _ = continued(Request(text, len(known), forecast.tolist(), [], limit), engine.width)
         if found and not (self.reference.is_guess and known == text and others[0]):
             return (found, 0), True
         return others, False
@@ -513,4 +516,4 @@ def test_any_steps_draft_and_add_up(is_async, edit):
         assert np.sum(list(stats[what].values()), axis=0).tolist() == positions.tolist()
     for req_id, (num_steps, accepted, rejected) in expected_counts.items():
         counted = {"num_requests": 1, "num_steps": num_steps, "accepted": accepted, "rejected": rejected}
-        assert engine.tracker.request_stats(req_id) == counted
+        assert engine.collect(req_id) == counted

@@ -1,4 +1,4 @@
-"""Suffix decoding on Model Runner V2 with asynchronous scheduling, where a kernel continues what the host predicts."""
+"""Suffix decoding on Model Runner V2 with asynchronous scheduling, where a kernel continues what the host forecasts."""
 
 import numpy as np
 import pytest
@@ -78,11 +78,11 @@ class Expected:
         history.num_prompt_tokens[:] = [engine.prompt_len[req_id] for req_id in sampled]
         match = self.matcher.match(history, None, np.full(len(sampled), 2 * engine.width + 1))
         override, drafted = engine.options.match_override_len, []
-        for i, (req_id, predicted) in enumerate(zip(sampled, match.to_lists(), strict=True)):
+        for i, (req_id, forecast) in enumerate(zip(sampled, match.to_lists(), strict=True)):
             request = Request(
                 text=engine.text(req_id),
                 base_len=len(self.texts[req_id]),
-                predicted=predicted,
+                forecast=forecast,
                 model=[] if model is None else model[i],
                 limit=engine.width * bool(sampled[req_id]),
                 replaces=0 < override <= match.match_len[i],
@@ -140,7 +140,7 @@ def test_a_step_waits_for_the_one_before_only():
     engine.add("a", 2, PERIOD)
     for token in PERIOD[:4]:
         engine.step({"a": [token]})
-    assert Event.made == 4
+    assert Event.count == 4
     assert Event.waited == [0, 1, 2]
     assert engine.mirrored("a") == PERIOD + PERIOD[:3]
 

@@ -20,20 +20,20 @@ def apply() -> None:
 def patch_language_once() -> None:
     """Spare the interpreter most of its time.
 
-    It patches `triton.language` for each launch and again for each call of a device function. What it puts in depends
-    only on which of two modules the function sees, and under the interpreter nobody needs the originals: each module
-    is patched at its first use and stays so.
+    It patches `triton.language` for each launch and again for each call of a device function. The patch depends only on
+    the module that the function sees, one of two. Under the interpreter nobody needs the originals. So each module is
+    patched at its first use and stays so.
     """
     patch = interpreter._patch_lang
     if patch.__module__ == __name__:
         return
-    patched: set[int] = set()
+    done: set[int] = set()
 
     def patch_once(function: FunctionType) -> Any:
-        seen = {id(value) for value in function.__globals__.values() if value is tl or value is tl.core}
-        if not seen or seen - patched:  # without either, Triton's own message is the right one
+        modules = {id(value) for value in function.__globals__.values() if value is tl or value is tl.core}
+        if not modules or modules - done:  # without either, Triton's own message is the right one
             patch(function)
-            patched.update(seen)
+            done.update(modules)
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once

@@ -52,8 +52,8 @@ def _plan_residual(batch, request, p_floats, i_row, row, groups, total, sizes, F
     """Write what a rejected draft leaves to be sampled, if the draft was sampled itself.
 
     Returns:
-        The two numbers that every plan has: the excluded token, int32, and the log of the draft model's mass, float32,
-        infinite if the draft was not sampled.
+        The two numbers that every plan has: the excluded token, int32, and the log of the draft model's mass, float32.
+        The log is infinite if the draft was not sampled.
     """
     draft = draft_of(batch.logits, batch.rows, i_row, request.temperature)
     excluded = draft.token

@@ -26,9 +26,10 @@ NO_LIMIT = tl.constexpr(2**31 - 1)
 # A temperature outside of these acts as the nearer one: its reciprocal is not an ordinary float.
 _COLDEST, _HOTTEST = tl.constexpr(1e-30), tl.constexpr(1e30)
 
-# Fields of `Stats`, for each block of a row: the largest logit and its token; the mass of all tokens; the mass and the
-# number of those ordered before the draft; the best score of `target_match` and its token; the draft model's largest
-# logit and mass. Masses are relative to the block's largest logit.
+# Fields of `Stats`, for each block of a row. MAX and ARGMAX: the largest logit and its token. SUM: the mass of all
+# tokens. ABOVE and RANK: the mass and the number of the tokens ordered before the draft. SCORE and SAMPLE: the best
+# score of `target_match` and its token. DRAFT_MAX and DRAFT_SUM: the draft model's largest logit and mass. Masses are
+# relative to the block's largest logit.
 STAT_MAX, STAT_SUM, STAT_ABOVE, STAT_SCORE, STAT_DRAFT_MAX, STAT_DRAFT_SUM, NUM_STAT_FLOATS = (
     tl.constexpr(i) for i in range(7)
 )
@@ -164,8 +165,8 @@ def filters_of(filters, i_req):
     if filters.top_p_ptr is not None:
         top_p = tl.load(filters.top_p_ptr + i_req)
     if filters.top_k_ptr is not None:
-        asked = tl.load(filters.top_k_ptr + i_req)
-        top_k = tl.where((asked > 0) & (asked < NO_LIMIT), asked, NO_LIMIT).to(tl.int32)
+        limit = tl.load(filters.top_k_ptr + i_req)
+        top_k = tl.where((limit > 0) & (limit < NO_LIMIT), limit, NO_LIMIT).to(tl.int32)
     if filters.min_p_ptr is not None:
         min_p = tl.load(filters.min_p_ptr + i_req)
     return RequestFilters(top_p, top_k, min_p)

@@ -100,12 +100,12 @@ class Workspace:
 
     def check(self, inputs: VerifyInputs) -> None:
         """Raise ValueError unless the inputs fit."""
-        made = (self.floats.shape[0], self.token_ids.shape[0], self.vocab_size, self.token_ids.shape[1])
-        asked = (inputs.num_rows, inputs.num_reqs, inputs.vocab_size, inputs.max_rows)
-        if made[0] < asked[0] or made[1] < asked[1] or made[2:] != asked[2:]:
+        room = (self.floats.shape[0], self.token_ids.shape[0], self.vocab_size, self.token_ids.shape[1])
+        needs = (inputs.num_rows, inputs.num_reqs, inputs.vocab_size, inputs.max_rows)
+        if room[0] < needs[0] or room[1] < needs[1] or room[2:] != needs[2:]:
             raise ValueError(
-                f"workspace was made for {made[0]} rows, {made[1]} requests, vocabulary {made[2]} and max_rows "
-                f"{made[3]}; asked for: {asked[0]}, {asked[1]}, {asked[2]} and {asked[3]}"
+                f"workspace was made for {room[0]} rows, {room[1]} requests, vocabulary {room[2]} and max_rows "
+                f"{room[3]}; asked for: {needs[0]}, {needs[1]}, {needs[2]} and {needs[3]}"
             )
         if self.floats.device != inputs.logits.device:
             raise ValueError(f"workspace is on {self.floats.device}; allowed: {inputs.logits.device}, as logits")
@@ -123,8 +123,8 @@ def verify(inputs: VerifyInputs, workspace: Workspace | None = None) -> VerifyOu
         workspace: takes the results and the scratch; None: a new one.
 
     Raises:
-        ValueError: the workspace does not fit, there are more than 65,535 requests or rows of one, or nothing can run
-            the kernels on the tensors' device.
+        ValueError: the workspace does not fit. Or there are more than 65,535 requests, or rows of one. Or nothing can
+            run the kernels on the tensors' device.
     """
     if inputs.logits.device.type == "cpu" and isinstance(accept_kernel, triton.JITFunction):
         raise ValueError(

@@ -41,7 +41,7 @@ class RowGroups(NamedTuple):
 
 
 class NoiseKey(NamedTuple):
-    """What the noise of one row is made of, both int64."""
+    """The seed and the position that a row's noise depends on, both int64."""
 
     seed: tl.tensor
     position: tl.tensor
@@ -194,11 +194,11 @@ def _split(row, groups, num_listed, order_key, sizes):
     for first in range(0, num_listed, sizes.TILE_GROUPS):
         logits = load_logits(row.ptr, _tile(groups, first, num_listed, sizes), row.vocab_size)
         keys = _order_key(logits)
-        kept = logits >= row.lowest
-        above = kept & (keys > order_key)
+        is_inside = logits >= row.lowest
+        above = is_inside & (keys > order_key)
         count += above.to(tl.int32)
         mass += tl.where(above, weigh(logits, row.max_logit, row.temperature), 0.0)
-        below = tl.maximum(below, tl.where(kept & (keys <= order_key), keys, least))
+        below = tl.maximum(below, tl.where(is_inside & (keys <= order_key), keys, least))
         beyond = tl.minimum(beyond, tl.where(above, keys, most))
     smallest_above = tl.min(beyond)
     return tl.sum(count), tl.sum(mass), tl.max(below), smallest_above
@@ -248,7 +248,7 @@ def find_cut(row, groups, max_count, total, mass_limit, sizes):
 
 @triton.jit
 def _before(row, groups, num_listed, token, logit, sizes):
-    """How many tokens are ordered before one, and their mass: int32, float32."""
+    """The number of tokens ordered before one, and their mass: int32, float32."""
     count = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32)
     mass = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.float32)
     for first in range(0, num_listed, sizes.TILE_GROUPS):

@@ -120,7 +120,7 @@ def best_score_of(stats, i_row, sizes):
 
 @triton.jit
 def rank_of_draft(stats, i_row, sizes):
-    """How many tokens of a row are ordered before its draft: int32."""
+    """The number of tokens that a row orders before its draft: int32."""
     return tl.sum(_ints_of(stats, i_row, STAT_RANK, 0, sizes), axis=0)
 
 

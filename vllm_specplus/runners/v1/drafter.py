@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.config.keys import NAIVE
 from vllm_specplus.proposers.history import Matcher
 from vllm_specplus.proposers.hybrid import Drafts, HybridDrafter
 from vllm_specplus.proposers.ngram import NgramMatcher
@@ -57,7 +58,7 @@ class HistoryDrafter:
     def __init__(self, vllm_config: Any):
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         self._width = options.num_speculative_tokens
-        self._matcher = None if options.method == "naive" else make_matcher(options.method, vllm_config)
+        self._matcher = None if options.method == NAIVE else make_matcher(options.method, vllm_config)
 
     def set_runner(self, runner: Any, tracker: RequestTracker) -> None:
         """Set the runner whose batches are drafted for, and what follows its requests."""

@@ -101,6 +101,6 @@ class RequestTracker:
         """Counts by source and position, and the number of entries."""
         return by_source(self._counts) | {"entries": self.live_requests.sizes()}
 
-    def request_stats(self, key: str) -> dict[str, int] | None:
+    def collect_request_stats(self, key: str) -> dict[str, int] | None:
         """Collect the counts of one key, once: see ``RequestCounts.collect``."""
         return self.live_requests.counts.collect(key)

@@ -7,7 +7,7 @@ asynchronous scheduling it has scheduled all slots before they are filled, and t
 (`samplers.CountingRejectionSampler`).
 """
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from vllm_specplus.kernels.ngram import fill_drafts
 from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
 from vllm_specplus.runners.v2.requests import RequestTracker
 from vllm_specplus.runners.v2.suffix import SuffixFiller
+
+if TYPE_CHECKING:
+    from vllm_specplus.runners.v2.states import FollowedRequestState
 
 
 class SlotFiller(Protocol):
@@ -55,7 +58,7 @@ class NgramFiller:
 
     needs_every_step = False
 
-    def __init__(self, options: SpecPlusOptions, req_states: Any):
+    def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState"):
         self._options = options
         self._req_states = req_states
 
@@ -118,7 +121,7 @@ class Drafting:
         requests: follows what single requests ask for.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: "FollowedRequestState"):
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.width: int = vllm_config.speculative_config.num_speculative_tokens
@@ -169,8 +172,8 @@ class Drafting:
             width: slots to fill, at most K; 0: vLLM wants no drafts in this step.
 
         Returns:
-            [num_reqs, K] int64 drafts, padded with token 0, [num_reqs] int32 how many drafts each request has, and
-            [num_reqs] int32 how many of them are the model's.
+            [num_reqs, K] int64 drafts, padded with token 0; [num_reqs] int32 drafts of each request; [num_reqs] int32
+            how many of them are the model's.
         """
         num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
         draft_tokens = self.draft_tokens[:num_reqs]
@@ -197,7 +200,7 @@ class Drafting:
         return draft_tokens, num_drafts, num_model
 
 
-def _make_slot_filler(options: SpecPlusOptions, req_states: Any, copier: TokenCopier) -> SlotFiller:
+def _make_slot_filler(options: SpecPlusOptions, req_states: "FollowedRequestState", copier: TokenCopier) -> SlotFiller:
     if options.matches_ngrams:
         return NgramFiller(options, req_states)
     if options.matches_suffixes:

@@ -6,10 +6,13 @@ step before. The device has made these by then or is about to, while this step's
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from vllm_specplus.runners.v2.states import FollowedRequestState
 
 
 class TokenMirror:
@@ -96,7 +99,15 @@ class TokenCopier:
         mirror: the tokens that have come.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, *, is_async: bool, keeps_last: bool):
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        req_states: "FollowedRequestState",
+        *,
+        is_async: bool,
+        keeps_last: bool,
+    ):
         self.is_async = is_async
         self.mirror = TokenMirror(
             vllm_config.scheduler_config.max_num_seqs,
@@ -137,7 +148,7 @@ class TokenCopier:
 
     @property
     def reach(self) -> int:
-        """How many tokens to predict past those on the host, so that K drafts are left when a step's tokens come."""
+        """The length of a forecast, in tokens past those on the host: K drafts are left when a step's tokens come."""
         return 2 * self._width + 1 if self.is_async else self._width
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:

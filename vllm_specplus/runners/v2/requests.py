@@ -1,10 +1,10 @@
 """What single requests ask for, and who drafted what, on Model Runner V2.
 
 References are on the host, so a step waits as for suffix trees if one of its requests has a reference (see
-`host_tokens`). Their drafts come in the same way: the host predicts from the tokens that it has, the device continues.
+`host_tokens`). Their drafts come in the same way: the host forecasts from the tokens that it has, the device continues.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,16 +12,19 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels.counts import count_drafts
-from vllm_specplus.kernels.drafts import continue_predictions
+from vllm_specplus.kernels.drafts import continue_forecasts
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests, limits
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source
+
+if TYPE_CHECKING:
+    from vllm_specplus.runners.v2.states import FollowedRequestState
 
 
 class RequestTracker:
     """Follows the requests of a runner from step to step; drafting and verification ask it, the worker tells it."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, copier: TokenCopier):
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: "FollowedRequestState", copier: TokenCopier):
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._width = vllm_config.speculative_config.num_speculative_tokens
@@ -57,7 +60,7 @@ class RequestTracker:
         """
         none = torch.zeros(1, dtype=torch.int32, device=drafts.device)
         idx_mapping = torch.zeros(1, dtype=torch.int64, device=drafts.device)
-        continue_predictions(
+        continue_forecasts(
             self._req_states.all_token_ids.gpu,
             self._req_states.total_len.gpu,
             idx_mapping,
@@ -154,24 +157,24 @@ class RequestTracker:
             return num_drafts, num_model
 
         indices, mirror, to_device = input_batch.idx_mapping_np, self._copier.mirror, self._copier.to_device
-        predicted = np.full((len(indices), self._copier.reach), -1, np.int32)
-        num_predicted = np.zeros(len(indices), np.int32)
+        forecast = np.full((len(indices), self._copier.reach), -1, np.int32)
+        num_forecast = np.zeros(len(indices), np.int32)
         is_guess = np.zeros(len(indices), bool)
         for i, request in referenced.items():
             assert request.reference is not None
             found = request.reference.draft(mirror.output(indices[i]), self._copier.reach)
-            predicted[i, : len(found)] = found
-            num_predicted[i] = len(found)
+            forecast[i, : len(found)] = found
+            num_forecast[i] = len(found)
             is_guess[i] = request.reference.is_guess
         base_len = to_device(mirror.num_tokens[indices].astype(np.int32))
         continued = torch.empty_like(drafts)
-        num_continued, none = continue_predictions(
+        num_continued, none = continue_forecasts(
             self._req_states.all_token_ids.gpu,
             self._req_states.total_len.gpu,
             idx_mapping,
             continued,
-            to_device(predicted),
-            to_device(num_predicted),
+            to_device(forecast),
+            to_device(num_forecast),
             base_len,
             torch.zeros_like(num_drafts),
             num_model_steps=0,
@@ -217,7 +220,7 @@ class RequestTracker:
         """Counts by source and position, and the number of entries; waits for the device."""
         return by_source(self._counts.cpu().numpy()) | {"entries": self.live_requests.sizes()}
 
-    def request_stats(self, key: str) -> dict[str, int] | None:
+    def collect_request_stats(self, key: str) -> dict[str, int] | None:
         """Collect the counts of one key, once: see ``RequestCounts.collect``; waits for the device."""
         running = [self._request_counts[index] for index, r in self._requests_by_state.items() if r.key == key]
         return self.live_requests.counts.collect(key, running)

@@ -18,6 +18,7 @@ from vllm_specplus.kernels.drafts import write_one_hot_rows
 from vllm_specplus.runners.v2.drafting import Drafting
 
 if TYPE_CHECKING:
+    from vllm_specplus.runners.v2.states import FollowedRequestState
 
     class _Speculator:
         """What the hybrid reads and extends of vLLM's speculators."""
@@ -47,7 +48,7 @@ class HistorySpeculator(BaseSpeculator):
     supports_mm_inputs = False
     draft_logits = None
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: "FollowedRequestState"):
         self.drafting = Drafting(vllm_config, device, req_states)
         self.num_speculative_steps = self.drafting.width
 
@@ -153,7 +154,7 @@ class HybridMixin(_Speculator):
         return drafts
 
 
-def init_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
+def init_speculator(vllm_config: Any, device: torch.device, req_states: "FollowedRequestState") -> Any:
     """Build the speculator of a config with plugin keys; stands in for vLLM's function of this name."""
     from vllm.v1.worker.gpu.spec_decode import init_speculator as vllm_init_speculator
 

@@ -1,23 +1,27 @@
 """Suffix decoding on Model Runner V2: tokens are on the device, suffix trees on the host.
 
 With synchronous scheduling a step drafts from its own tokens. With asynchronous scheduling the host has the tokens of
-the step before. It predicts what comes after them, far enough to reach past this step's tokens. Where these are the
-predicted ones, the device continues the prediction behind them (`kernels.drafts.continue_predictions`).
+the step before. It forecasts what comes after them, far enough to reach past this step's tokens. If the forecast
+agrees with them, the device continues it behind them (`kernels.drafts.continue_forecasts`).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.kernels.drafts import continue_predictions
+from vllm_specplus.kernels.drafts import continue_forecasts
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.hybrid import HybridDrafter
 from vllm_specplus.proposers.suffix import SuffixMatcher
 from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
+
+if TYPE_CHECKING:
+    from vllm_specplus.runners.v2.states import FollowedRequestState
+
 
 logger = init_logger("vllm.specplus")
 
@@ -37,7 +41,7 @@ class SuffixFiller:
 
     needs_every_step = True
 
-    def __init__(self, options: SpecPlusOptions, req_states: Any, copier: TokenCopier):
+    def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState", copier: TokenCopier):
         self._options = options
         self._req_states = req_states
         self._copier = copier
@@ -121,13 +125,13 @@ class SuffixFiller:
     def _continue(
         self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predict from the tokens of the step before, and let the device continue behind this step's tokens."""
+        """Forecast from the tokens of the step before, and let the device continue behind this step's tokens."""
         history = self._history(input_batch)
         reach = np.full(len(history.req_ids), self._copier.reach, np.int32)
         match = self._matcher.match(history, None, reach)
         threshold = self._options.match_override_len
         replaces = (match.match_len >= threshold) & (threshold > 0)
-        return continue_predictions(
+        return continue_forecasts(
             self._req_states.all_token_ids.gpu,
             self._req_states.total_len.gpu,
             input_batch.idx_mapping,
