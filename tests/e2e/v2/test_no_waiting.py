@@ -107,7 +107,7 @@ class Guard:
         # Only on a CPU are the values of arguments checked.
         for name in ("_check_values", "_check_range"):
             monkeypatch.setattr(checks, name, lambda *args: None)
-        monkeypatch.setattr(checks, "_width", lambda cu, max_rows: max_rows)
+        monkeypatch.setattr(checks, "_num_columns", lambda cu, max_rows: max_rows)
 
     def method(self, owner: Any, name: str) -> list[int]:
         return self._wrap(owner, name, True, _NoWaiting)
