@@ -1,10 +1,11 @@
-"""The part of a report that all benchmarks share: the machine, the versions, the JSON file."""
+"""What benchmarks share: how far drafts are right, and of a report the machine, the versions and the JSON file."""
 
 import json
 import os
 import platform
 import resource
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,16 @@ def gpu_environment() -> dict[str, Any]:
 def peak_rss_mb() -> float:
     """The largest resident memory of this process so far, in MB (Linux counts KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def num_right(drafts: Sequence[int], truth: Sequence[int]) -> int:
+    """How many leading drafts the truth confirms: a greedy model accepts as many."""
+    right = 0
+    for draft, token in zip(drafts, truth, strict=False):
+        if draft != token:
+            break
+        right += 1
+    return right
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:

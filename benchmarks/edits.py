@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import environment, write_json
+from common import environment, num_right, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -290,10 +290,8 @@ def replay(pair: Pair, mode: str, num_drafts: int, ngrams: tuple[int, int]) -> R
         seconds += time.perf_counter() - start
         if len(drafts) > num_drafts:
             raise AssertionError(f"{mode}: {len(drafts)} drafts, allowed are {num_drafts}")
-        done, right = len(output), 0
-        # A greedy model would go on so after each draft that it has agreed with.
-        while right < len(drafts) and done + right < len(truth) and drafts[right] == truth[done + right]:
-            right += 1
+        done = len(output)
+        right = num_right(drafts, truth[done : done + num_drafts])
         output += [*drafts[:right], *truth[done + right : done + right + 1]]
         tokens[at + done : at + len(output)] = output[done:]
         num_steps += 1

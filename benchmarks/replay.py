@@ -33,18 +33,20 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import environment, write_json
+from common import environment, num_right, write_json
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specplus.config.keys import DEFAULT_NGRAM_SIZES, CommonKeys
+from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import History, HybridDrafter, Matcher, NgramMatcher, SuffixMatcher
 from vllm_specplus.proposers.reference_text import ReferenceText
 
+OPTIONS = SpecPlusOptions(method="suffix", num_speculative_tokens=1)  # for its defaults
 OVERRIDE_LEN = 4
 ALL = "all"
 _REQUEST = "replay"
@@ -72,6 +74,14 @@ class Trace:
     @property
     def output(self) -> np.ndarray:
         return self.text[self.num_prompt_tokens :]
+
+    def confirmable(self, position: int) -> Sequence[int]:
+        """The output after a position that drafts can be right about: all but the last token, which is no draft's."""
+        return self._output_list[position + 1 : -1]
+
+    @cached_property
+    def _output_list(self) -> list[int]:
+        return self.output.tolist()
 
 
 @dataclass(frozen=True)
@@ -147,13 +157,13 @@ def histories(trace: Trace) -> Iterator[History]:
 
 
 def new_ngram_matcher(trace: Trace) -> NgramMatcher:
-    longest, shortest = DEFAULT_NGRAM_SIZES
-    return NgramMatcher(1, len(trace.text), min_ngram_size=shortest, max_ngram_size=longest)
+    return NgramMatcher(
+        1, len(trace.text), min_ngram_size=OPTIONS.min_ngram_size, max_ngram_size=OPTIONS.max_ngram_size
+    )
 
 
 def new_suffix_matcher() -> SuffixMatcher:
-    fields, prefix = CommonKeys.model_fields, "suffix_decoding_"
-    return SuffixMatcher(**{key.removeprefix(prefix): fields[key].default for key in fields if key.startswith(prefix)})
+    return SuffixMatcher(**OPTIONS.suffix_matcher)
 
 
 def matched(matcher: Matcher, trace: Trace, window: int) -> Drafts:
@@ -182,19 +192,10 @@ def joined(trace: Trace, passes: int, window: int, override_len: int) -> Drafts:
 def cited(trace: Trace, window: int) -> Drafts:
     """What the trace's reference drafts."""
     assert trace.reference is not None
-    longest, shortest = DEFAULT_NGRAM_SIZES
-    text = ReferenceText(trace.reference, edit=True, min_ngram_size=shortest, max_ngram_size=longest)
+    text = ReferenceText(
+        trace.reference, edit=True, min_ngram_size=OPTIONS.min_ngram_size, max_ngram_size=OPTIONS.max_ngram_size
+    )
     return [text.draft(trace.output[: i + 1], window).tolist() for i in range(len(trace.output))]
-
-
-def num_right(drafts: Sequence[int], truth: np.ndarray) -> int:
-    """How many leading drafts the output confirms."""
-    right = 0
-    for draft, token in zip(drafts, truth.tolist(), strict=False):
-        if draft != token:
-            break
-        right += 1
-    return right
 
 
 def replay(trace: Trace, drafts: Drafts, passes: int, setting: Setting) -> tuple[int, float]:
@@ -206,7 +207,7 @@ def replay(trace: Trace, drafts: Drafts, passes: int, setting: Setting) -> tuple
     position, num_steps, cost, tokens = 0, 0, 0.0, [int(trace.output[0])]
     while position < len(trace.output) - 1:
         row = drafts[position]
-        accepted = num_right(row, trace.output[position + 1 : -1])
+        accepted = num_right(row, trace.confirmable(position))
         tokens += [*row[:accepted], int(trace.output[position + accepted + 1])]
         cost += setting.cost(passes, len(row))
         num_steps += 1
@@ -227,7 +228,7 @@ def best_in_hindsight(trace: Trace, offers: Sequence[tuple[Drafts, int | None]],
     last = len(trace.output) - 1
     cost, steps = [0.0] * (last + 1), [0] * (last + 1)
     for position in range(last - 1, -1, -1):
-        truth = trace.output[position + 1 : -1]
+        truth = trace.confirmable(position)
         choices = {0: 0}  # accepted drafts -> fewest passes
         for drafts, passes in offers:
             for n in range(1, num_right(drafts[position], truth) + 1):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import environment, write_json
+from common import environment, num_right, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -191,10 +191,8 @@ def replay(drafter: Drafter, texts: Sequence[Text]) -> Replay:
         output: list[int] = []
         drafts: list[int] = []
         while text.num_prompt + len(output) < len(truth):
-            at, right = text.num_prompt + len(output), 0
-            # A greedy model would go on so after each draft that it has agreed with.
-            while right < len(drafts) and at + right < len(truth) and drafts[right] == truth[at + right]:
-                right += 1
+            at = text.num_prompt + len(output)
+            right = num_right(drafts, truth[at : at + len(drafts)])
             # Past the accepted drafts there is one token more, but for the text's end.
             output += [*drafts[:right], *truth[at + right : at + right + 1]]
             num_steps += 1

@@ -29,16 +29,16 @@ class Traits:
 
 TRAITS: dict[str, Traits] = {
     "greedy": Traits(
-        "accepts a draft if it is the target's first choice; lossy where a request samples",
+        "accepts a draft if it is the target's first choice",
         loss="it emits the argmax, whatever the temperature of a request",
     ),
-    "target_match": Traits("accepts a draft if it is the token that the target samples there; lossless"),
+    "target_match": Traits("accepts a draft if it is the token that the target samples there"),
     "topp": Traits(
-        "accepts a draft if it is in the target's nucleus; lossy where a request samples",
+        "accepts a draft if it is in the target's nucleus",
         loss="it changes the output distribution",
     ),
     "rejection": Traits(
-        "accepts drafts by vLLM's rule of rejection sampling, in the plugin's own form; lossless",
+        "accepts drafts by vLLM's rule of rejection sampling, in the plugin's own form",
         uses_draft_distribution=True,
     ),
 }

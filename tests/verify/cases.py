@@ -14,7 +14,9 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from hypothesis import strategies as st
 
+from vllm_specplus.verify import POLICIES, STRATEGIES
 from vllm_specplus.verify.checks import make_inputs
 from vllm_specplus.verify.noise import acceptance_uniform
 from vllm_specplus.verify.reference import draft_probabilities, is_greedy, read_row, softmax
@@ -70,6 +72,25 @@ class Shape:
         with_draft_logits = self.with_draft_logits and self.strategy == "rejection"
         with_draft_rows = self.with_draft_rows and with_draft_logits
         return replace(self, with_draft_logits=with_draft_logits, with_draft_rows=with_draft_rows)
+
+
+def shapes_of(counts: st.SearchStrategy[list[int]]) -> st.SearchStrategy[Shape]:
+    """Draws shapes of every strategy, policy, dtype and filter, whose requests have as many rows as `counts` draws."""
+    return st.builds(
+        Shape,
+        counts=counts,
+        vocab_size=st.sampled_from([5, 8, 16, 63, 64, 65, 128, 320, 500, 1100]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        strategy=st.sampled_from(STRATEGIES),
+        policy=st.sampled_from(["normal", "normal", "normal", *POLICIES]),
+        verify_window=st.integers(0, 3),
+        max_candidate_len=st.sampled_from([None, 1, 2, 5]),
+        kinds=st.lists(st.sampled_from(ROW_KINDS), min_size=1, max_size=4, unique=True),
+        filters=st.sets(st.sampled_from(["top_p", "top_k", "min_p"])),
+        seed=st.integers(0, 2**40),
+        with_draft_logits=st.booleans(),
+        with_draft_rows=st.booleans(),
+    ).map(Shape.consistent)
 
 
 # Logits of +inf, and a rejected draft that was drawn from no distribution, or from one.

@@ -177,7 +177,8 @@ def _verify_strategy(config: _Config, value: Any) -> str:
         return "only decides how tokens are sampled: nothing is drafted"
     if config.overrides_strategy:
         return "is overridden by accept_policy: it only decides which token follows the accepted drafts"
-    return TRAITS[value].effect
+    traits = TRAITS[value]
+    return f"{traits.effect}; {'lossy where a request samples' if traits.loss else 'lossless'}"
 
 
 def _candidates(config: _Config, value: Any) -> str:

@@ -58,6 +58,13 @@ def suffix_available() -> bool:
         return False
 
 
+def missing_suffix_trees(setting: str) -> SpecPlusConfigError:
+    """The error of a setting that needs arctic-inference, where that is not installed."""
+    return config_error(
+        f"{setting} needs the package arctic-inference, which is not installed: pip install vllm-specplus[suffix]"
+    )
+
+
 def check_stock(vllm: Mapping[str, Any], stock: StockKeys, setting: Callable[[str], str]) -> None:
     """Raise SpecPlusConfigError where vLLM would refuse the keys `vllm`; one line for each wrong value.
 
@@ -145,10 +152,7 @@ def _suffix_error(config: StockConfig) -> SpecPlusConfigError | None:
     if config.method != "suffix":
         return None
     if not suffix_available():
-        return config_error(
-            f"{config.setting('method')} needs the package arctic-inference, which is not installed: "
-            "pip install vllm-specplus[suffix]"
-        )
+        return missing_suffix_trees(config.setting("method"))
     bounds: tuple[tuple[str, float, float], ...] = (
         ("suffix_decoding_max_tree_depth", 1, float("inf")),
         ("suffix_decoding_max_cached_requests", 0, float("inf")),

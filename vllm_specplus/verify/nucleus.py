@@ -81,20 +81,22 @@ def has_filter(inputs: VerifyInputs, request: torch.Tensor) -> torch.Tensor:
         result |= inputs.top_p[request] < 1
     if inputs.min_p is not None:
         result |= inputs.min_p[request] > 0
-    if inputs.top_k is not None:
-        top_k = inputs.top_k[request]
-        result |= (top_k > 0) & (top_k < inputs.vocab_size)
-    return result
+    return result | (_top_k(inputs, request) < inputs.vocab_size)
+
+
+def _top_k(inputs: VerifyInputs, request: torch.Tensor) -> torch.Tensor:
+    """``[n]`` int64: the top-k of some requests, the size of the vocabulary where it does not act."""
+    off = torch.full_like(request, inputs.vocab_size)
+    if inputs.top_k is None:
+        return off
+    top_k = inputs.top_k[request]
+    return torch.where((top_k > 0) & (top_k < inputs.vocab_size), top_k, off)
 
 
 def read_nucleus(inputs: VerifyInputs, rows: Rows) -> Nucleus:
     """The nucleus of rows whose temperature is above 0."""
     request = rows.request
-    off = torch.full_like(request, inputs.vocab_size)
-    top_k = off
-    if inputs.top_k is not None:
-        top_k = inputs.top_k[request]
-        top_k = torch.where((top_k > 0) & (top_k < inputs.vocab_size), top_k, off)
+    top_k = _top_k(inputs, request)
     min_p = None if inputs.min_p is None else inputs.min_p[request]
     mass = None
     if inputs.top_p is not None:

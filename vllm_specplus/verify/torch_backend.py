@@ -229,10 +229,7 @@ def _sample_row(inputs: VerifyInputs, rows: Rows, numbers: torch.Tensor, rejecte
     score = rows.z
     if inputs.draft_logits is not None and bool((rejected >= 0).any()):
         q, was_drawn = _draft_probabilities(inputs, rows, numbers)
-        was_drawn &= rejected >= 0
-        more = (probabilities(rows.z, rows.best) - q).clamp_(min=0).log_()
-        score = torch.where(was_drawn[:, None], more, rows.z)
-        rejected = torch.where(was_drawn, -1, rejected)
+        score, rejected = _excess(score, probabilities(rows.z, rows.best), q, was_drawn, rejected)
     token, is_found = best_noised(score, rows.noise_key, rejected)
     return token if bool(is_found.all()) else torch.where(is_found, token, argmax(rows.z, rows.maxima))
 
@@ -243,18 +240,34 @@ def _sample_nucleus(inputs: VerifyInputs, rows: Rows, numbers: torch.Tensor, rej
     score = nucleus.z
     if inputs.draft_logits is not None and bool((rejected >= 0).any()):
         q, was_drawn = _draft_probabilities(inputs, rows, numbers)
-        was_drawn &= rejected >= 0
-        more = (nucleus.probabilities() - q.gather(1, nucleus.token_ids)).clamp_(min=0).log_()
-        score = torch.where(was_drawn[:, None], more, score)
-        rejected = torch.where(was_drawn, -1, rejected)
+        q = q.gather(1, nucleus.token_ids)
+        score, rejected = _excess(score, nucleus.probabilities(), q, was_drawn, rejected)
     return nucleus.sample(score, rows.noise_key, rejected)
+
+
+def _excess(
+    score: torch.Tensor, p: torch.Tensor, q: torch.Tensor, was_drawn: torch.Tensor, rejected: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a drawn draft was turned down, the log of what p has more than q; elsewhere the score as it is.
+
+    Args:
+        score, p, q: ``[n, m]`` float32.
+        was_drawn: ``[n]`` bool, whether the draft was drawn from q.
+        rejected: ``[n]`` int64, the draft that was turned down, or -1.
+
+    Returns:
+        ``[n, m]`` float32, and `rejected` with -1 for drawn drafts, which need no further exclusion.
+    """
+    uses_q = was_drawn & (rejected >= 0)
+    more = (p - q).clamp_(min=0).log_()
+    return torch.where(uses_q[:, None], more, score), torch.where(uses_q, -1, rejected)
 
 
 def _draft_probabilities(inputs: VerifyInputs, rows: Rows, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The distribution that the draft of each row was drawn from, and whether it was drawn.
 
     Returns:
-        ``[n, width]`` float32 and ``[n]`` bool.
+        ``[n, padded_size]`` float32 and ``[n]`` bool.
     """
     assert inputs.draft_logits is not None
     draft_rows = numbers if inputs.draft_rows is None else inputs.draft_rows[numbers]

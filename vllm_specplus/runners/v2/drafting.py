@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class SlotFiller(Protocol):
     """Fills slots from history."""
 
-    needs_every_step: bool
+    needs_every_step: bool = False
     """Whether it has to see the tokens of every step on the host."""
 
     def fill(
@@ -50,13 +50,12 @@ class SlotFiller(Protocol):
         """
 
     def reset(self) -> None:
-        """Forget all requests."""
+        """Forget all requests; nothing to do for a filler that keeps no state."""
+        return
 
 
-class NgramFiller:
+class NgramFiller(SlotFiller):
     """Matches n-grams of a request's own text on the device."""
-
-    needs_every_step = False
 
     def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState"):
         self._options = options
@@ -83,14 +82,9 @@ class NgramFiller:
             max_drafts=max_drafts,
         )
 
-    def reset(self) -> None:
-        """Do nothing: all state is vLLM's."""
 
-
-class EmptyFiller:
+class EmptyFiller(SlotFiller):
     """Leaves all slots empty, for method `naive`: only references draft."""
-
-    needs_every_step = False
 
     def fill(
         self,
@@ -104,9 +98,6 @@ class EmptyFiller:
         drafts.fill_(-1)
         none = torch.zeros_like(max_drafts)
         return none, none
-
-    def reset(self) -> None:
-        """Do nothing: there is no state."""
 
 
 class Drafting:
