@@ -21,6 +21,7 @@ suffix      what the suffix trees of this and the file's earlier traces say
 append      the draft model's drafts, then a match that goes on from them (FastDeploy)
 override    the same; a match of 4 tokens or more replaces the model's drafts (TensorRT-LLM)
 reference   what the request's reference says, walked (`sp_edit` 1); traces without one are left out
+adaptive    what the arbiter chooses among all of these; it learns from trace to trace, in the file's order
 hindsight   for each step the best of these, the best cut and the fewest passes: no drafter can do better
 ==========  ============================================================================================
 
@@ -31,7 +32,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,13 +44,15 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.proposers import History, HybridDrafter, Matcher, NgramMatcher, SuffixMatcher
+from vllm_specplus.proposers import History, HybridDrafter, Match, Matcher, NgramMatcher, SuffixMatcher
+from vllm_specplus.proposers.adaptive import AdaptiveDrafter
+from vllm_specplus.proposers.costs import Costs, Pace
 from vllm_specplus.proposers.reference_text import ReferenceText
+from vllm_specplus.sources import NGRAM, SUFFIX
 
 OPTIONS = SpecPlusOptions(method="suffix", num_speculative_tokens=1)  # for its defaults
 OVERRIDE_LEN = 4
 ALL = "all"
-_REQUEST = "replay"
 
 
 class TraceError(ValueError):
@@ -60,10 +63,11 @@ class TraceError(ValueError):
 class Trace:
     """One recorded text.
 
-    text: [num_prompt_tokens + num_output_tokens] int32. drafts: the draft model's, one list for each output token.
+    req_id: unlike the name, no other trace has it. text: [num_prompt_tokens + num_output_tokens] int32. drafts: the draft model's, one list for each output token.
     reference: [n] int32, or None.
     """
 
+    req_id: str
     kind: str
     name: str
     text: np.ndarray
@@ -114,6 +118,8 @@ class Row:
 
 Drafts = list[list[int]]
 """What a way drafts once each output token of a trace is known, whatever the steps."""
+Drafted = tuple[list[int], int]
+"""The drafts of a step, and the passes that the draft model made for them."""
 
 
 def read_traces(path: Path, passes: int) -> list[Trace]:
@@ -146,14 +152,14 @@ def _trace(row: Any, number: int, passes: int) -> Trace:
         # Nothing behind the end of the output is ever verified.
         if len(row_drafts) < min(passes, len(output) - 1 - i):
             raise TraceError(f"trace {name!r}: drafts[{i}] has {len(row_drafts)} tokens, fewer than {passes} passes")
-    return Trace(kind, name, np.concatenate((prompt, output)), len(prompt), drafts, reference)
+    return Trace(str(number), kind, name, np.concatenate((prompt, output)), len(prompt), drafts, reference)
 
 
 def histories(trace: Trace) -> Iterator[History]:
     """The history of the trace as it stands when each output token is known."""
     for i in range(len(trace.output)):
         num_tokens = np.array([trace.num_prompt_tokens + i + 1])
-        yield History([_REQUEST], trace.text[None], num_tokens, np.array([trace.num_prompt_tokens]))
+        yield History([trace.req_id], trace.text[None], num_tokens, np.array([trace.num_prompt_tokens]))
 
 
 def new_ngram_matcher(trace: Trace) -> NgramMatcher:
@@ -164,6 +170,13 @@ def new_ngram_matcher(trace: Trace) -> NgramMatcher:
 
 def new_suffix_matcher() -> SuffixMatcher:
     return SuffixMatcher(**OPTIONS.suffix_matcher)
+
+
+def new_reference(trace: Trace) -> ReferenceText:
+    assert trace.reference is not None
+    return ReferenceText(
+        trace.reference, edit=True, min_ngram_size=OPTIONS.min_ngram_size, max_ngram_size=OPTIONS.max_ngram_size
+    )
 
 
 def matched(matcher: Matcher, trace: Trace, window: int) -> Drafts:
@@ -191,30 +204,102 @@ def joined(trace: Trace, passes: int, window: int, override_len: int) -> Drafts:
 
 def cited(trace: Trace, window: int) -> Drafts:
     """What the trace's reference drafts."""
-    assert trace.reference is not None
-    text = ReferenceText(
-        trace.reference, edit=True, min_ngram_size=OPTIONS.min_ngram_size, max_ngram_size=OPTIONS.max_ngram_size
-    )
+    text = new_reference(trace)
     return [text.draft(trace.output[: i + 1], window).tolist() for i in range(len(trace.output))]
 
 
-def replay(trace: Trace, drafts: Drafts, passes: int, setting: Setting) -> tuple[int, float]:
+def replay(
+    trace: Trace, draft: Callable[[int], Drafted], setting: Setting, pace: Pace | None = None
+) -> tuple[int, float]:
     """Steps and cost of a trace; the first output token is there before the first step.
+
+    Args:
+        trace: the text.
+        draft: what is drafted, and in how many passes, once the output token at a position is known.
+        setting: the costs.
+        pace: takes each step's tokens and cost.
 
     Raises:
         RuntimeError: the steps gave another text than the output.
     """
     position, num_steps, cost, tokens = 0, 0, 0.0, [int(trace.output[0])]
     while position < len(trace.output) - 1:
-        row = drafts[position]
+        row, passes = draft(position)
         accepted = num_right(row, trace.confirmable(position))
         tokens += [*row[:accepted], int(trace.output[position + accepted + 1])]
-        cost += setting.cost(passes, len(row))
+        step = setting.cost(passes, len(row))
+        if pace is not None:
+            pace.add(accepted + 1, step)
+        cost += step
         num_steps += 1
         position += accepted + 1
     if tokens != trace.output.tolist():
         raise RuntimeError(f"{trace.name}: the replay gave another text than the output")
     return num_steps, cost
+
+
+class RememberedMatcher:
+    """A matcher that has found each match of all traces beforehand, as they do not depend on the steps."""
+
+    match_len_cap = 0
+
+    def __init__(self, traces: Sequence[Trace], new_matcher: Callable[[Trace], Matcher], passes: int, width: int):
+        self._matches: dict[tuple[str, int, int], Match] = {}
+        limit = np.array([width], np.int32)
+        for trace in traces:
+            matcher = new_matcher(trace)
+            for history, drafts in zip(histories(trace), trace.drafts, strict=True):
+                for start in range(min(passes, len(drafts)) + 1):
+                    model_drafts = np.array([drafts[:start]], np.int32) if start else None
+                    key = trace.req_id, int(history.num_tokens[0]), start
+                    self._matches[key] = matcher.match(history, model_drafts, limit)
+            matcher.retain([])
+
+    def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
+        start, limit = 0 if model_drafts is None else model_drafts.shape[1], int(max_drafts[0])
+        match = self._matches[history.req_ids[0], int(history.num_tokens[0]), start]
+        return Match(match.token_ids[:, :limit], np.minimum(match.num_tokens, limit), match.match_len)
+
+    def retain(self, req_ids: Collection[str]) -> None:
+        """Do nothing: the matches stay for the next setting."""
+
+
+def new_matchers(traces: Sequence[Trace], passes: int, width: int) -> dict[int, Matcher]:
+    """The matchers of the way `adaptive`, by source."""
+    suffix = new_suffix_matcher()
+    return {
+        NGRAM: RememberedMatcher(traces, new_ngram_matcher, passes, width),
+        SUFFIX: RememberedMatcher(traces, lambda trace: suffix, passes, width),
+    }
+
+
+def replay_adaptive(traces: Sequence[Trace], matchers: dict[int, Matcher], setting: Setting) -> list[tuple[int, float]]:
+    """Steps and cost of each trace with the arbiter, which learns from one to the next."""
+    drafter = AdaptiveDrafter(
+        matchers,
+        has_references=True,
+        max_num_reqs=1,
+        num_model_steps=setting.passes,
+        num_speculative_tokens=setting.window,
+    )
+    pace, costs = Pace(), Costs(1.0, setting.slot_cost, setting.draft_cost, setting.draft_cost)
+    limit = np.array([setting.window])
+    results = []
+    for trace in traces:
+        reference = None if trace.reference is None else new_reference(trace)
+        known = list(histories(trace))
+
+        def draft(position: int, trace: Trace = trace, reference: Any = reference, known: Any = known) -> Drafted:
+            drafter.set_prices(pace.prices(costs, 1))
+            history = known[position]
+            passes = min(drafter.plan(history, limit, [reference]), len(trace.drafts[position]))
+            model_drafts = np.array([trace.drafts[position][:passes]], np.int32).reshape(1, passes)
+            choice = drafter.draft(history, limit, model_drafts)
+            return choice.token_ids[0, : choice.num_drafts[0]].tolist(), passes
+
+        results.append(replay(trace, draft, setting, pace))
+        drafter.retain([])
+    return results
 
 
 def best_in_hindsight(trace: Trace, offers: Sequence[tuple[Drafts, int | None]], setting: Setting) -> tuple[int, float]:
@@ -252,12 +337,18 @@ def offers_of(traces: Sequence[Trace], passes: int, window: int) -> dict[str, li
     }
 
 
-def rows_of(traces: Sequence[Trace], offers: dict[str, list[Drafts | None]], setting: Setting) -> list[Row]:
+def rows_of(
+    traces: Sequence[Trace],
+    offers: dict[str, list[Drafts | None]],
+    matchers: dict[int, Matcher],
+    setting: Setting,
+) -> list[Row]:
     """The rows of one setting.
 
     Args:
         traces: what is replayed.
         offers: of `offers_of`, for the setting's passes and window.
+        matchers: of `new_matchers`, likewise.
         setting: passes, window and costs.
     """
     passes = setting.passes
@@ -271,10 +362,11 @@ def rows_of(traces: Sequence[Trace], offers: dict[str, list[Drafts | None]], set
     rows = []
     for way, num_passes, drafts in ways:
         results = [
-            None if one is None else replay(trace, one, num_passes, setting)
+            None if one is None else replay(trace, lambda position: (one[position], num_passes), setting)  # noqa: B023
             for trace, one in zip(traces, drafts, strict=True)
         ]
         rows += summed(way, num_passes, setting, traces, results)
+    rows += summed("adaptive", passes, setting, traces, replay_adaptive(traces, matchers, setting))
     # Of the model's drafts each costs a pass of its own, so fewer may do; what joins them needs all of them.
     needs = {"model": None, "ngram": 0, "suffix": 0, "append": passes, "override": passes, "reference": 0}
     best: list[tuple[int, float] | None] = []
@@ -345,10 +437,10 @@ def main() -> int:
     console = Console() if sys.stdout.isatty() else Console(width=160)
     rows = []
     for passes, window in itertools.product(args.passes, args.window):
-        offers = offers_of(traces, passes, window)
+        offers, matchers = offers_of(traces, passes, window), new_matchers(traces, passes, window)
         for draft_cost, slot_cost in itertools.product(args.draft_cost, args.slot_cost):
             setting = Setting(passes, window, draft_cost, slot_cost)
-            found = rows_of(traces, offers, setting)
+            found = rows_of(traces, offers, matchers, setting)
             print_table(found, setting, console)
             rows += found
     if args.json:

@@ -160,6 +160,15 @@ def _override(config: _Config, value: Any) -> str:
     return f"puts a match of at least {_count(value, 'token')} in place of the model's drafts"
 
 
+def _adaptive(config: _Config, value: Any) -> str:
+    options = config.options
+    if options is None or config.is_idle or not options.drafts_from_history or options.match_override_len:
+        return _NO_EFFECT
+    if value:
+        return "drafts in each step what earns most tokens for its time, up to all slots"
+    return "appends matches to the model's drafts" if options.is_hybrid else "fills as many slots as it can"
+
+
 def _cached(config: _Config, value: Any) -> str:
     if value == -1:
         return "keeps every past answer in the tree that all requests share"
@@ -216,6 +225,7 @@ _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
     "max_ngram_size": lambda config, value: f"compares at most the last {_count(value, 'token')} of the text",
     "min_ngram_size": lambda config, value: f"takes no match of fewer than {_count(value, 'token')}",
     "match_override_len": _override,
+    "adaptive": _adaptive,
     "suffix_decoding_max_tree_depth": lambda config, value: (
         f"limits a match and its drafts to {_count(value, 'token')} together"
     ),

@@ -46,6 +46,7 @@ class CommonKeys(BaseModel):
     max_ngram_size: AtLeastOne | None = None
     min_ngram_size: AtLeastOne | None = None
     match_override_len: Annotated[int, Field(ge=0)] = 0
+    adaptive: bool | None = None
     suffix_decoding_max_tree_depth: AtLeastOne = 24
     suffix_decoding_max_cached_requests: Annotated[int, Field(ge=-1)] = 10000
     suffix_decoding_max_spec_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
@@ -58,6 +59,8 @@ class CommonKeys(BaseModel):
 
 HYBRID_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
 NAIVE = "naive"
+HISTORY_METHODS = ("ngram", "suffix", NAIVE)
+"""Methods that draft from text alone: the request's own, that of other requests, or (naive) its reference."""
 STOCK_NGRAM_KEYS = frozenset({"prompt_lookup_max", "prompt_lookup_min"})
 NGRAM_KEYS = ("max_ngram_size", "min_ngram_size")
 SUFFIX_KEYS = tuple(key for key in CommonKeys.model_fields if key.startswith("suffix_decoding_"))

@@ -6,16 +6,13 @@ from pydantic import ConfigDict, Field
 
 from vllm_specplus.config.keys import (
     DEFAULT_NGRAM_SIZES,
+    HISTORY_METHODS,
     MAX_DRAFT_TOKENS,
-    NAIVE,
     NGRAM_KEYS,
     SUFFIX_KEYS,
     AtLeastOne,
     CommonKeys,
 )
-
-HISTORY_METHODS = ("ngram", "suffix", NAIVE)
-"""Methods that draft from text alone: the request's own, that of other requests, or (naive) its reference."""
 
 
 class SpecPlusOptions(CommonKeys):
@@ -24,6 +21,7 @@ class SpecPlusOptions(CommonKeys):
     num_model_steps: forward passes of the draft model in a hybrid; None elsewhere.
     mtp_strategy: how the slots after `num_model_steps` are filled.
     match_override_len: in a hybrid, a match of at least this many tokens replaces the model's drafts; 0: never.
+    adaptive: whether each step drafts what earns most; else a fixed rule joins the sources.
     suffix_decoding_*: as vLLM's keys; -1 cached requests are no limit.
     verify_strategy: None: vLLM's own verification.
     max_candidate_len: for ``topp``, the candidates of a row; None: the whole nucleus.
@@ -39,6 +37,7 @@ class SpecPlusOptions(CommonKeys):
     max_ngram_size: AtLeastOne = DEFAULT_NGRAM_SIZES[0]
     min_ngram_size: AtLeastOne = DEFAULT_NGRAM_SIZES[1]
     """The largest and the smallest n-gram size, in tokens."""
+    adaptive: bool = False
 
     @property
     def is_hybrid(self) -> bool:
@@ -68,6 +67,8 @@ class SpecPlusOptions(CommonKeys):
         if not self.drafts_from_history or not self.num_speculative_tokens:
             # A request's reference is matched by n-grams, whatever drafts beside it.
             unused |= set(NGRAM_KEYS)
+        if not self.drafts_from_history or not self.num_speculative_tokens or self.match_override_len:
+            unused.add("adaptive")
         if not self.matches_suffixes:
             unused |= set(SUFFIX_KEYS)
         if self.verify_strategy != "topp":

@@ -21,6 +21,7 @@ from vllm_specplus.config.errors import (
     show,
 )
 from vllm_specplus.config.keys import (
+    HISTORY_METHODS,
     MAX_DRAFT_TOKENS,
     NAIVE,
     NGRAM_KEYS,
@@ -37,7 +38,7 @@ from vllm_specplus.config.keys import (
     refuse_unknown_keys,
     unknown_key_error,
 )
-from vllm_specplus.config.options import HISTORY_METHODS, SpecPlusOptions
+from vllm_specplus.config.options import SpecPlusOptions
 from vllm_specplus.config.stock_keys import StockKeys, stock_keys
 from vllm_specplus.config.stock_rules import check_stock
 
@@ -234,6 +235,7 @@ def _options(parsed: ParsedConfig) -> tuple[SpecPlusOptions | None, list[str]]:
         "num_model_steps": parsed.num_model_steps,
         "max_ngram_size": high,
         "min_ngram_size": low,
+        "adaptive": rules.is_adaptive(parsed, tokens),
         "verify_strategy": verify,
     }
     return SpecPlusOptions(**values), [*notes, *ngram_notes]

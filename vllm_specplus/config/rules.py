@@ -6,6 +6,7 @@ from typing import Any
 from vllm_specplus.config.errors import choices, config_error, not_allowed_error, setting
 from vllm_specplus.config.keys import (
     DEFAULT_NGRAM_SIZES,
+    HISTORY_METHODS,
     HYBRID_METHODS,
     MAX_DRAFT_TOKENS,
     NAIVE,
@@ -38,6 +39,7 @@ def needs_options(parsed: ParsedConfig) -> bool:
         or keys.verify_strategy
         or keys.accept_policy != "normal"
         or (parsed.method == "ngram" and parsed.names_ngram_sizes)
+        or (parsed.method in HISTORY_METHODS and keys.adaptive)
         or (parsed.method == "suffix" and keys.suffix_decoding_max_cached_requests == -1)
     )
 
@@ -49,6 +51,7 @@ def active_keys(parsed: ParsedConfig) -> list[str]:
         "mtp_strategy": parsed.is_hybrid,
         "num_model_steps": keys.num_model_steps is not None,
         "match_override_len": keys.match_override_len > 0,
+        "adaptive": bool(keys.adaptive),
         "verify_strategy": keys.verify_strategy is not None,
         "max_candidate_len": keys.max_candidate_len is not None,
         "verify_window": keys.verify_window > 0,
@@ -135,6 +138,21 @@ def _refuse_idle_override(parsed: ParsedConfig) -> None:
         )
 
 
+def _refuse_idle_adaptive(parsed: ParsedConfig) -> None:
+    if not parsed.keys.adaptive:
+        return
+    if parsed.keys.match_override_len:
+        raise not_allowed_error(
+            f"{parsed.setting('adaptive')} with {parsed.setting('match_override_len')}",
+            "both choose between the model's drafts and a match; set only one of them",
+        )
+    if not parsed.is_hybrid and parsed.method not in HISTORY_METHODS:
+        raise not_allowed_error(
+            f"{parsed.setting('adaptive')} with {parsed.setting('method')} and {parsed.setting('mtp_strategy')}",
+            f'it acts only with mtp_strategy="with_ngram" or "with_suffix", or method {choices(HISTORY_METHODS)}',
+        )
+
+
 def _refuse_override_out_of_reach(parsed: ParsedConfig) -> None:
     override, depth = parsed.keys.match_override_len, parsed.keys.suffix_decoding_max_tree_depth
     if parsed.keys.mtp_strategy == "with_suffix" and override >= depth:
@@ -195,6 +213,7 @@ _RULES: tuple[Callable[[ParsedConfig], None], ...] = (
     _refuse_idle_ngram_sizes,
     _refuse_ngram_sizes_out_of_order,
     _refuse_idle_override,
+    _refuse_idle_adaptive,
     _refuse_override_out_of_reach,
     _refuse_idle_topp_keys,
     _refuse_two_verifiers,
@@ -223,6 +242,16 @@ def ngram_sizes(parsed: ParsedConfig) -> tuple[int, int, list[str]]:
     if low is not None and high is None and low > default_high:
         return low, low, [f"max_ngram_size={low}, to fit {parsed.setting('min_ngram_size')}"]
     return high or default_high, low or default_low, []
+
+
+def is_adaptive(parsed: ParsedConfig, tokens: int) -> bool:
+    """Whether each step drafts what earns most: by default in a hybrid and with references alone.
+
+    N-gram and suffix drafting mean what they mean in the systems whose keys they have, unless they are asked.
+    """
+    if parsed.keys.adaptive is None:
+        return (parsed.is_hybrid and not parsed.keys.match_override_len) or (parsed.method == NAIVE and tokens > 0)
+    return parsed.keys.adaptive
 
 
 def unused_key_warnings(method: Any, mtp_strategy: str, items: Iterable[tuple[str, Any]]) -> list[str]:

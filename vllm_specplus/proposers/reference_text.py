@@ -68,6 +68,11 @@ class ReferenceText:
         """Whether no output token supports the drafts' place, as at the beginning and after new text."""
         return self._is_guess
 
+    @property
+    def agreed(self) -> int:
+        """How many output tokens speak for the drafts' place; 0 for a guess."""
+        return 0 if self._is_guess else max(self._run, 1)
+
     def draft(self, output: np.ndarray, max_drafts: int) -> np.ndarray:
         """Take in the new tokens of the output and draft the tokens that follow.
 

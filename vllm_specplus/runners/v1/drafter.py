@@ -5,6 +5,7 @@ matcher for the remaining slots. The methods without a draft model (ngram, suffi
 Both return lists, so vLLM never schedules a slot that holds no draft.
 """
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,13 +13,17 @@ import torch
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.config.keys import NAIVE
+from vllm_specplus.proposers.adaptive import AdaptiveDrafter
 from vllm_specplus.proposers.history import Matcher
 from vllm_specplus.proposers.hybrid import Drafts, HybridDrafter
 from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.suffix import SuffixMatcher
 from vllm_specplus.runners.v1.history import MAX_BATCHES_WITH_STATE, HostHistory
 from vllm_specplus.runners.v1.requests import RequestTracker
+from vllm_specplus.sources import NGRAM, SUFFIX
 from vllm_specplus.strategies import uses_draft_distribution
+
+_ADAPTIVE_MATCH_LEN = 64  # longer agreements say no more
 
 if TYPE_CHECKING:
 
@@ -48,7 +53,27 @@ def make_matcher(kind: str, vllm_config: Any) -> Matcher:
         vllm_config.model_config.max_model_len,
         min_ngram_size=options.min_ngram_size,
         max_ngram_size=options.max_ngram_size,
-        match_len_cap=max(options.match_override_len, 1),
+        match_len_cap=_ADAPTIVE_MATCH_LEN if options.adaptive else max(options.match_override_len, 1),
+    )
+
+
+def make_adaptive_drafter(vllm_config: Any) -> AdaptiveDrafter:
+    """Make the drafter of a config with `adaptive`."""
+    options: SpecPlusOptions = vllm_config.speculative_config.specplus
+    matchers = {}
+    if options.matches_ngrams or options.matches_suffixes:
+        matchers[NGRAM] = make_matcher("ngram", vllm_config)
+    if options.matches_suffixes:
+        matchers[SUFFIX] = make_matcher("suffix", vllm_config)
+    samples_drafts = vllm_config.speculative_config.draft_sample_method == "probabilistic"
+    return AdaptiveDrafter(
+        matchers,
+        has_references=True,
+        max_num_reqs=MAX_BATCHES_WITH_STATE * vllm_config.scheduler_config.max_num_seqs,
+        num_model_steps=options.num_model_steps or 0,
+        num_speculative_tokens=options.num_speculative_tokens,
+        is_blind=samples_drafts and uses_draft_distribution(options.verify_strategy),
+        makes_all_passes=vllm_config.parallel_config.data_parallel_size > 1,
     )
 
 
@@ -58,7 +83,10 @@ class HistoryDrafter:
     def __init__(self, vllm_config: Any):
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         self._width = options.num_speculative_tokens
-        self._matcher = None if options.method == NAIVE else make_matcher(options.method, vllm_config)
+        self._adaptive = make_adaptive_drafter(vllm_config) if options.adaptive else None
+        self._matcher = None
+        if self._adaptive is None and options.method != NAIVE:
+            self._matcher = make_matcher(options.method, vllm_config)
 
     def set_runner(self, runner: Any, tracker: RequestTracker) -> None:
         """Set the runner whose batches are drafted for, and what follows its requests."""
@@ -77,6 +105,13 @@ class HistoryDrafter:
     ) -> list[list[int]]:
         """Draft for each request; arguments and result are those of vLLM's custom proposers."""
         history, room = self._history.read(sampled_token_ids, self._width)
+        if self._adaptive is not None:
+            self._adaptive.retain(self._history.requests_with_state())
+            self._adaptive.set_prices(self._tracker.prices.prices(len(history.req_ids)))
+            self._adaptive.plan(history, room, self._tracker.references(history.req_ids))
+            choice = self._adaptive.draft(history, room, np.empty((len(room), 0), np.int32))
+            self._tracker.take_note(history.req_ids, choice)
+            return choice.to_lists()
         lists: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._matcher is not None:
             self._matcher.retain(self._history.requests_with_state())
@@ -99,12 +134,16 @@ class HybridMixin(_Proposer):
         assert options.num_model_steps is not None
         self._steps = options.num_model_steps
         self._is_one_hot_to_the_verifier = not uses_draft_distribution(options.verify_strategy)
-        self._drafter = HybridDrafter(
-            make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config),
-            num_model_steps=self._steps,
-            num_speculative_tokens=options.num_speculative_tokens,
-            match_override_len=options.match_override_len,
-        )
+        self._drafter: HybridDrafter | AdaptiveDrafter
+        if options.adaptive:
+            self._drafter = make_adaptive_drafter(self.vllm_config)
+        else:
+            self._drafter = HybridDrafter(
+                make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config),
+                num_model_steps=self._steps,
+                num_speculative_tokens=options.num_speculative_tokens,
+                match_override_len=options.match_override_len,
+            )
         self._sampled_tokens: list[list[int]] = []
         self._tokens_on_host = False
         self._draft_probs: torch.Tensor | None = None
@@ -148,12 +187,34 @@ class HybridMixin(_Proposer):
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Run the model's steps, then fill the slots after them; return one list of drafts for each request."""
+        if isinstance(self._drafter, AdaptiveDrafter):
+            return self._propose_what_pays(self._drafter, num_speculative_tokens, *args, **kwargs)
         model_drafts = super().propose(self._steps, *args, **kwargs)
         history, room = self._history.read(self._sampled_tokens, num_speculative_tokens, on_host=self._tokens_on_host)
         self._drafter.matcher.retain(self._history.requests_with_state())
         drafts = self._drafter.draft(history, model_drafts.cpu().numpy(), room)
         self._tracker.put_references_first(history, room, drafts)
         self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
+        return drafts.token_ids
+
+    def _propose_what_pays(
+        self, drafter: AdaptiveDrafter, num_speculative_tokens: int, *args: Any, **kwargs: Any
+    ) -> list[list[int]]:
+        history, room = self._history.read(self._sampled_tokens, num_speculative_tokens, on_host=self._tokens_on_host)
+        drafter.retain(self._history.requests_with_state())
+        prices = self._tracker.prices
+        drafter.set_prices(prices.prices(len(history.req_ids)))
+        num_passes = drafter.plan(history, room, self._tracker.references(history.req_ids))
+        model_drafts = np.empty((len(room), 0), np.int32)
+        if num_passes:
+            began = time.perf_counter()
+            model_drafts = super().propose(num_passes, *args, **kwargs).cpu().numpy()
+            prices.add_passes(num_passes, time.perf_counter() - began)
+        choice = drafter.draft(history, room, model_drafts)
+        self._tracker.take_note(history.req_ids, choice)
+        drafts = Drafts(choice.to_lists(), choice.num_model)
+        # Without drafts of the model no draft has a distribution.
+        self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens) if num_passes else None
         return drafts.token_ids
 
     def take_last_draft_probs(self) -> torch.Tensor | None:

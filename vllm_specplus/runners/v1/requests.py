@@ -7,10 +7,13 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.proposers.arbiter import Choice
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.hybrid import Drafts
+from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.runners.live_requests import LiveRequests, limits
 from vllm_specplus.runners.request_counts import count_step
+from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, by_source
 
 
@@ -22,6 +25,7 @@ class RequestTracker:
         width = max(options.num_speculative_tokens, 1)
         self.live_requests = LiveRequests(options, runner.model_config, warns=get_tp_group().rank_in_group == 0)
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
+        self.prices = StepPrices()
         self._counts = np.zeros((2, len(SOURCES), width), np.int64)
         # By request, of its last drafts: how many were the model's, and the source of the others.
         self._last_drafts: dict[str, tuple[int, int]] = {}
@@ -31,6 +35,16 @@ class RequestTracker:
     def limits(self, req_ids: Sequence[str], width: int) -> np.ndarray:
         """[B] int64: the drafts that each request allows in a step, at most `width`."""
         return limits(self.live_requests, req_ids, width)
+
+    def references(self, req_ids: Sequence[str]) -> list[ReferenceText | None]:
+        """[B] the reference that each request brought."""
+        requests = map(self.live_requests.get, req_ids) if len(self.live_requests) else [None] * len(req_ids)
+        return [None if request is None else request.reference for request in requests]
+
+    def take_note(self, req_ids: Sequence[str], choice: Choice) -> None:
+        """Take note of who made the drafts of each request, [B]."""
+        made = zip(choice.num_model.tolist(), choice.sources.tolist(), strict=True)
+        self._last_drafts.update(zip(req_ids, made, strict=True))
 
     def put_references_first(self, history: History, room: np.ndarray, drafts: Drafts) -> None:
         """Replace a request's drafts with those of its reference where the reference tells how the output goes on.
@@ -58,6 +72,7 @@ class RequestTracker:
         Args:
             scheduler_output: vLLM's ``SchedulerOutput``.
         """
+        self.prices.begin_step(scheduler_output)
         ended, new = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
         self.live_requests.finish(ended)
         self.live_requests.begin(new)
@@ -87,6 +102,7 @@ class RequestTracker:
         ]
         if not rows:
             return
+        self.prices.add_tokens(sum(map(len, output.sampled_token_ids)))
         *columns, req_ids = zip(*rows, strict=True)
         num_model, fill_source, drafted, accepted = np.array(columns)
         count_step(self._counts, num_model, fill_source, drafted, accepted)

@@ -1,0 +1,328 @@
+"""Chooses each request's drafts by what they earn: which source, how many drafts, how many passes of the draft model.
+
+Every source offers each request a chain of tokens: the draft model its drafts, a matcher what followed an earlier
+place, a request's reference what stands at its cursor. A matcher also offers a chain behind each number of the model's
+drafts. After a step its tokens are known, and every offer is judged by them, the unused ones too. So the chances of
+drafts are learned without trying anything out.
+
+A chain earns the tokens that it is expected to bring, less the price of its slots. The price of a slot is what the time
+that it takes would bring otherwise: tokens per second times seconds a slot. The best chain wins, cut where the next
+draft is less likely to be accepted than its slot costs. No drafts may win.
+
+The chance of a draft is looked up by what is known of it before it is verified:
+
+===========  ==========================================================================================
+key          the draft
+===========  ==========================================================================================
+`ALONE`      the model's, at a place where no chain speaks; by its place
+`AGREED`     the model's and a chain's; by the tokens that agreed before it
+`DIFFERED`   the model's, where the chains say otherwise; by the tokens that agreed for them
+`CONTRARY`   a chain's, where the model says otherwise; by its source and the tokens that agreed before it
+`COPIED`     a chain's, where the model says nothing; by its source and the tokens that agreed before it
+===========  ==========================================================================================
+
+An agreement grows by one with each token of a chain, so one table serves first and later tokens. All requests share it,
+and the older of its trials count less.
+
+Passes of the draft model are bought in the same way. What the k-th pass adds to the best chain's value is averaged, by
+the agreement that speaks for the history. Where it adds less than it costs, it is left out. The first pass also fills
+the draft model's cache, so a request needs it in every step, or never again. A request keeps an account of what the
+model has earned it. Once that is spent, the request gives up the model for good. A common account over all requests
+says whether new ones begin with the model. It earns a small share of all tokens, and with that the model is tried again
+from time to time.
+
+All arithmetic is in integers, in units of 1 / `ONE` tokens. So every rank decides alike, and a kernel can be held to
+these results bit for bit.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_specplus.proposers.history import History
+from vllm_specplus.sources import NGRAM, REFERENCE, UNFILLED
+
+_NUM_PASSES_BETWEEN_TRIALS = 32  # steps until passes that seem useless are made once more
+_MAX_GAIN_TRIALS = 64
+_PRIOR_GAIN = 0.3  # tokens that a pass is expected to add
+_PRIOR_GAIN_TRIALS = 2
+_ALLOWANCE = 2.0  # tokens that a request may lose by the model before it gives it up
+_MOST_CREDIT = 4.0
+_COMMON_ALLOWANCE = 8.0
+_MOST_COMMON_CREDIT = 32.0
+_INCOME_SHIFT = 6  # of each token, 1 / 64 pays for trying the model again
+_NO_OFFERS = -1
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a step's parts cost, in tokens: what their time would bring otherwise.
+
+    slot: of one draft. first_pass, later_pass: of the draft model's passes, for the whole batch. step: a request's
+    share of a step of the target.
+    """
+
+    slot: float
+    step: float
+    first_pass: float = 0.0
+    later_pass: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The drafts of one step.
+
+    Attributes:
+        token_ids: [B, K] int32; -1 after the last draft of each request.
+        num_drafts: [B] int32.
+        num_model: [B] int32, how many leading drafts of each request are the draft model's.
+        sources: [B] int64, the source of the others; `UNFILLED` where there are none.
+    """
+
+    token_ids: np.ndarray
+    num_drafts: np.ndarray
+    num_model: np.ndarray
+    sources: np.ndarray
+
+    def to_lists(self) -> list[list[int]]:
+        """The drafts as one list of token ids per request."""
+        rows, counts = self.token_ids.tolist(), self.num_drafts.tolist()
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
+class Arbiter:
+    """Chooses among what the draft model and the chains offer; learns while it runs.
+
+    In each step: `begin`, then `offer` for each chain of start 0, `num_passes`, the model's passes, `offer_model`,
+    `offer` for the other chains, `choose`.
+
+    Args:
+        max_num_reqs: requests that have state at the same time.
+        num_model_steps: S, the most passes of the draft model; 0 = there is none.
+        num_speculative_tokens: K, the slots of a request, >= 1.
+        sources: of each chain, its source: `NGRAM`, `SUFFIX` or `REFERENCE`.
+        starts: of each chain, how many of the model's drafts it follows, 0 to S.
+        is_blind: whether the model's drafts are sampled and verified by their distribution. The choice then uses only
+            what was known before they were drawn, or verification would change the distribution of the text.
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        *,
+        num_model_steps: int,
+        num_speculative_tokens: int,
+        sources: Sequence[int],
+        starts: Sequence[int],
+        is_blind: bool = False,
+    ) -> None:
+        # numba, imported before a vLLM CPU worker has started, breaks that worker.
+        from vllm_specplus.proposers import _arbiter
+
+        self._compiled = _arbiter
+        self.num_model_steps = num_model_steps
+        self.num_speculative_tokens = num_speculative_tokens
+        self._sources, self._starts = np.array(sources, np.int64) - NGRAM, np.array(starts, np.int64)
+        self._is_blind = is_blind
+        self._prior = _prior_chances(_arbiter)
+        self.hits, self.trials = (np.zeros(_arbiter.NUM_KEYS, np.int64) for _ in range(2))
+        self.chances = self._prior.copy()
+
+        num_chains = len(self._sources)
+        self._model = np.zeros((max_num_reqs, num_model_steps), np.int32)
+        self._passes = np.zeros(max_num_reqs, np.int64)
+        self._chains = np.zeros((max_num_reqs, num_chains, num_speculative_tokens), np.int32)
+        self._lengths = np.zeros((max_num_reqs, num_chains), np.int32)
+        self._agreed = np.zeros((max_num_reqs, num_chains), np.int32)
+        self._known = np.full(max_num_reqs, _NO_OFFERS, np.int64)
+        self._state_rows: dict[str, int] = {}
+        self._free_rows = list(range(max_num_reqs - 1, -1, -1))
+
+        # By class of the agreement, and by pass: what passes have added, and how often that was seen.
+        self._gains = np.zeros((_arbiter.NUM_LENGTHS, num_model_steps), np.int64)
+        self._gain_trials = np.zeros((_arbiter.NUM_LENGTHS, num_model_steps), np.int64)
+        self._steps_since_all = np.zeros(_arbiter.NUM_LENGTHS, np.int64)
+        self._credits = np.zeros(max_num_reqs, np.int64)
+        self._common_credit = int(_COMMON_ALLOWANCE * _arbiter.ONE)
+        self.set_prices(Prices(0.0, 1.0))
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have state."""
+        return len(self._state_rows)
+
+    def set_prices(self, prices: Prices) -> None:
+        """Set what slots and passes cost from now on."""
+        one = self._compiled.ONE
+        first, later = (int(min(price, 2.0**20) * one) for price in (prices.first_pass, prices.later_pass))
+        self._step_price = max(int(min(prices.step, 2.0**20) * one), 1)
+        self._slot_price = int(min(prices.slot, 2.0**20) * one)
+        self._pass_prices = np.array([first, later, *[later] * self.num_model_steps][: self.num_model_steps], np.int64)
+
+    def begin(self, history: History) -> None:
+        """Judge the last step's offers by the tokens that have come since, and make room for this step's.
+
+        Args:
+            history: the batch of B requests. A request that is not known yet begins with the draft model where that
+                has paid lately.
+
+        Raises:
+            RuntimeError: more requests have state than there is room for.
+        """
+        self._rows = self._rows_of(history.req_ids)
+        self._num_tokens = np.ascontiguousarray(history.num_tokens[: len(self._rows)], np.int64)
+        num_new = self._compiled.judge(
+            history.token_ids,
+            self._num_tokens,
+            self._rows,
+            self._known,
+            self._model,
+            self._passes,
+            self._chains,
+            self._lengths,
+            self._agreed,
+            self._starts,
+            self._sources,
+            self._is_blind,
+            self.hits,
+            self.trials,
+        )
+        self._compiled.update_chances(self.hits, self.trials, self._prior, self.chances)
+        self._earn(num_new << (self._compiled.SHIFT - _INCOME_SHIFT))
+        self._lengths[self._rows] = 0
+        self._passes[self._rows] = 0
+
+    def offer(self, chain: int, token_ids: np.ndarray, lengths: np.ndarray, agreed: np.ndarray) -> None:
+        """Offer a chain to each request.
+
+        Args:
+            chain: its index in `sources` and `starts`.
+            token_ids: [B, <= K] int32; what stands behind a chain's end is not read.
+            lengths: [B] int32, tokens of each request's chain; 0 = none.
+            agreed: [B] int32, how many tokens before it agree; 0 = it is a guess.
+        """
+        self._chains[self._rows, chain, : token_ids.shape[1]] = token_ids
+        self._lengths[self._rows, chain] = lengths
+        self._agreed[self._rows, chain] = agreed
+
+    def num_passes(self) -> int:
+        """How many passes of the draft model to make, for all requests of the batch; chains of start 0 are offered."""
+        one = self._compiled.ONE
+        return self._compiled.plan_passes(
+            self._rows,
+            self._lengths,
+            self._agreed,
+            self._starts,
+            self._credits,
+            self._gains,
+            self._gain_trials,
+            self._steps_since_all,
+            int(_PRIOR_GAIN * one),
+            _PRIOR_GAIN_TRIALS,
+            _NUM_PASSES_BETWEEN_TRIALS,
+            self._pass_prices,
+        )
+
+    def offer_model(self, model_drafts: np.ndarray) -> None:
+        """Offer the draft model's drafts, [B, passes] int, to the requests that have not given it up."""
+        num_passes = model_drafts.shape[1]
+        self._model[self._rows, :num_passes] = model_drafts
+        self._passes[self._rows] = np.where(self._credits[self._rows] >= 0, num_passes, 0)
+
+    def choose(self, limits: np.ndarray) -> Choice:
+        """Choose the drafts of each request among what was offered.
+
+        Args:
+            limits: [B] int, the most drafts of each request.
+        """
+        num_reqs = len(self._rows)
+        limits = np.ascontiguousarray(limits, np.int64)
+        token_ids = np.empty((num_reqs, self.num_speculative_tokens), np.int32)
+        num_drafts, num_model = (np.empty(num_reqs, np.int32) for _ in range(2))
+        chosen = np.empty(num_reqs, np.int64)
+        values = np.empty((num_reqs, self.num_model_steps + 1), np.int64)
+        self._compiled.choose(
+            self._rows,
+            limits,
+            self._model,
+            self._passes,
+            self._chains,
+            self._lengths,
+            self._agreed,
+            self._starts,
+            self._sources,
+            self.chances,
+            self._slot_price,
+            self._is_blind,
+            token_ids,
+            num_drafts,
+            num_model,
+            chosen,
+            values,
+        )
+        self._known[self._rows] = self._num_tokens
+        if self.num_model_steps:
+            self._earn(
+                self._compiled.settle(
+                    self._rows,
+                    limits,
+                    self._passes,
+                    values,
+                    self._lengths,
+                    self._agreed,
+                    self._starts,
+                    self._credits,
+                    self._gains,
+                    self._gain_trials,
+                    _MAX_GAIN_TRIALS,
+                    int(_MOST_CREDIT * self._compiled.ONE),
+                    self._pass_prices,
+                    self._step_price,
+                )
+            )
+        sources = np.where(chosen >= 0, self._sources[chosen] + NGRAM, UNFILLED)
+        return Choice(token_ids, num_drafts, num_model, sources)
+
+    def retain(self, req_ids: Collection[str]) -> None:
+        """Drop the state of every request that is not named."""
+        for req_id in self._state_rows.keys() - set(req_ids):
+            self._free_rows.append(self._state_rows.pop(req_id))
+
+    def _earn(self, amount: int) -> None:
+        one = self._compiled.ONE
+        credit = min(self._common_credit + amount, int(_MOST_COMMON_CREDIT * one))
+        self._common_credit = max(credit, -int(_ALLOWANCE * one))
+
+    def _rows_of(self, req_ids: Sequence[str]) -> np.ndarray:
+        """[B] int64: the row of each request's state; a new request gets a free one."""
+        known = self._state_rows
+        for req_id in req_ids:
+            if req_id in known:
+                continue
+            if not self._free_rows:
+                raise RuntimeError(
+                    f"no room for request {req_id!r}: {len(known)} requests have state, which is max_num_reqs; call "
+                    "retain() with the unfinished requests first"
+                )
+            row = known[req_id] = self._free_rows.pop()
+            self._known[row] = _NO_OFFERS
+            has_model = self.num_model_steps > 0 and self._common_credit > 0
+            self._credits[row] = int(_ALLOWANCE * self._compiled.ONE) if has_model else -1
+        return np.array([known[req_id] for req_id in req_ids], np.int64)
+
+
+def _prior_chances(compiled: Any) -> np.ndarray:
+    """[NUM_KEYS] int64: the chances of each key before anything is known."""
+    lengths = np.arange(compiled.NUM_LENGTHS)
+    chances = np.empty(compiled.NUM_KEYS)
+    chances[compiled.ALONE : compiled.AGREED] = 0.5
+    chances[compiled.AGREED : compiled.DIFFERED] = np.minimum(0.6 + 0.05 * lengths, 0.95)
+    chances[compiled.DIFFERED : compiled.CONTRARY] = np.maximum(0.5 - 0.03 * lengths, 0.2)
+    copied = np.minimum(0.3 + 0.08 * lengths, 0.9)
+    chances[compiled.CONTRARY : compiled.COPIED] = np.tile(0.6 * copied, compiled.NUM_SOURCES)
+    chances[compiled.COPIED :] = np.tile(copied, compiled.NUM_SOURCES)
+    # A client vouches for its reference.
+    chances[compiled.COPIED + (REFERENCE - NGRAM) * compiled.NUM_LENGTHS :] = np.minimum(0.8 + 0.03 * lengths, 0.97)
+    return (chances * compiled.ONE).astype(np.int64)

@@ -1,0 +1,88 @@
+"""What the parts of a step cost, measured while the engine runs, and their prices in tokens."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from vllm_specplus.proposers.arbiter import Prices
+
+_PACE_MEMORY = 20  # steps; what is older counts less
+_COST_MEMORY = 256
+_NUM_RECENT = 32
+_MOST_TIMES_MEDIAN = 3.0  # what took longer counts as this: a pause of the machine is no cost
+_PRIOR_SLOT = 0.02  # of a step
+_PRIOR_PASS = 0.1
+_PRIOR_WEIGHT = 64.0  # as that of steps whose tokens vary by so much, squared and summed
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The time of a step's parts, in any unit.
+
+    step: of the target. slot: of one token more in it. first_pass, later_pass: of the draft model's passes.
+    """
+
+    step: float
+    slot: float
+    first_pass: float = 0.0
+    later_pass: float = 0.0
+
+
+class Pace:
+    """How many tokens a unit of time brings, as it was lately."""
+
+    def __init__(self) -> None:
+        self._tokens = self._time = 0.0
+
+    def add(self, num_tokens: int, time: float) -> None:
+        """Add a step's tokens and the time that it took."""
+        if self._time == 0:
+            self._tokens, self._time = float(num_tokens), time
+        self._tokens += (num_tokens - self._tokens) / _PACE_MEMORY
+        self._time += (time - self._time) / _PACE_MEMORY
+
+    def prices(self, costs: Costs, num_reqs: int) -> Prices:
+        """What slots and passes cost in tokens. Before the first step, each request is expected to get one token."""
+        per_time = self._tokens / self._time if self._time else num_reqs / costs.step
+        step = per_time * costs.step / num_reqs
+        return Prices(per_time * costs.slot, step, per_time * costs.first_pass, per_time * costs.later_pass)
+
+
+class CostMeter:
+    """Measures the costs of steps and passes; what took far longer than usual counts as three times the usual."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+        # Decayed sums over steps: their number, tokens, time, tokens squared, tokens times time.
+        self._sums = [0.0] * 5
+        self._passes: dict[int, float] = {}
+
+    def add_step(self, num_tokens: int, time: float) -> float:
+        """Add a step of the target in which `num_tokens` tokens were computed; return the time as it counts."""
+        self._recent.append(time)
+        time = min(time, _MOST_TIMES_MEDIAN * sorted(self._recent)[len(self._recent) // 2])
+        new = (1.0, num_tokens, time, num_tokens * num_tokens, num_tokens * time)
+        self._sums = [value * (1 - 1 / _COST_MEMORY) + one for value, one in zip(self._sums, new, strict=True)]
+        return time
+
+    def add_passes(self, num_passes: int, time: float) -> None:
+        """Add some passes of the draft model for a batch, and the time that they took together."""
+        known = self._passes.get(num_passes)
+        if known is None:
+            self._passes[num_passes] = time
+        else:
+            self._passes[num_passes] = known + (min(time, _MOST_TIMES_MEDIAN * known) - known) / _NUM_RECENT
+
+    def costs(self) -> Costs:
+        """The costs as far as they are known, and else what is usual on a GPU."""
+        count, tokens, time, tokens_squared, product = self._sums
+        if not count:
+            return Costs(1.0, _PRIOR_SLOT, _PRIOR_PASS, _PRIOR_PASS)
+        step = time / count
+        spread = tokens_squared - tokens * tokens / count
+        slope = (product - tokens * time / count + _PRIOR_WEIGHT * _PRIOR_SLOT * step) / (spread + _PRIOR_WEIGHT)
+        first = later = _PRIOR_PASS * step
+        if self._passes:
+            most = max(self._passes)
+            first = self._passes.get(1, self._passes[most] / most)
+            later = max(self._passes[most] - first, 0.0) / (most - 1) if most > 1 else first
+        return Costs(step, min(max(slope, 0.0), step), first, later)

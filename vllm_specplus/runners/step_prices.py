@@ -1,0 +1,61 @@
+"""Times a worker's steps, and turns the times into the prices that the arbiter works with."""
+
+import time
+from typing import Any
+
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_specplus.proposers.arbiter import Prices
+from vllm_specplus.proposers.costs import CostMeter, Pace
+
+_PERIOD = 8  # drafting steps between two looks at the clock's results
+
+
+class StepPrices:
+    """Prices from the times of this worker's steps; all workers of a tensor-parallel group use those of the first.
+
+    A step's time runs from its begin to the next one's, so it has the scheduler's part too. Steps with prompts are not
+    counted, nor those after which the worker waited for a request.
+    """
+
+    def __init__(self) -> None:
+        self._meter, self._pace = CostMeter(), Pace()
+        self._group = get_tp_group()
+        self._began = 0.0
+        self._num_scheduled = 0  # tokens of the step that runs; 0: it is not counted
+        self._num_emitted = 0
+        self._passes_time = 0.0
+        self._num_asked = 0
+        self._prices: Prices | None = None
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """A step begins; takes vLLM's ``SchedulerOutput``."""
+        now = time.perf_counter()
+        goes_on = scheduler_output.scheduled_cached_reqs.num_reqs > 0
+        if self._num_scheduled and self._num_emitted and goes_on:
+            counted = self._meter.add_step(self._num_scheduled, now - self._began - self._passes_time)
+            self._pace.add(self._num_emitted, counted + self._passes_time)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        is_decode = not scheduler_output.scheduled_new_reqs and all(
+            count <= 1 + len(drafts.get(req_id, ())) for req_id, count in scheduler_output.num_scheduled_tokens.items()
+        )
+        self._num_scheduled = scheduler_output.total_num_scheduled_tokens if is_decode else 0
+        self._began, self._passes_time, self._num_emitted = now, 0.0, 0
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Count the tokens that all requests together got in this step."""
+        self._num_emitted += num_tokens
+
+    def add_passes(self, num_passes: int, seconds: float) -> None:
+        """Count the draft model's passes of this step, and their time."""
+        self._passes_time += seconds
+        if self._num_scheduled:
+            self._meter.add_passes(num_passes, seconds)
+
+    def prices(self, num_reqs: int) -> Prices:
+        """The prices for this step's drafts; each worker of a group has to ask in each step that drafts."""
+        if self._prices is None or self._num_asked % _PERIOD == 0:
+            prices = self._pace.prices(self._meter.costs(), max(num_reqs, 1))
+            self._prices = self._group.broadcast_object(prices) if self._group.world_size > 1 else prices
+        self._num_asked += 1
+        return self._prices
