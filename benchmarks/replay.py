@@ -63,7 +63,8 @@ class TraceError(ValueError):
 class Trace:
     """One recorded text.
 
-    req_id: unlike the name, no other trace has it. text: [num_prompt_tokens + num_output_tokens] int32. drafts: the draft model's, one list for each output token.
+    req_id: unlike the name, no other trace has it. text: [num_prompt_tokens + num_output_tokens] int32. drafts: the
+    draft model's, one list for each output token.
     reference: [n] int32, or None.
     """
 

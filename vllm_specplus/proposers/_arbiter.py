@@ -3,30 +3,24 @@
 Importing this module imports numba, which must not happen before a vLLM worker has started. `Arbiter` imports it when
 it is constructed.
 
-Shapes, for R rows of state, B requests in the batch, S passes, C chains and K slots:
-
-| array | shape, dtype | holds |
-|---|---|---|
-| rows | [B] int64 | the state's row of each request |
-| model | [R, S] int32 | the model's drafts, of which `passes` ([R]) were made |
-| chains | [R, C, K] int32 | the chains; `lengths` and `agreed` ([R, C] int32) are their tokens and the agreement before them |
-| starts, sources | [C] int64 | how many of the model's drafts a chain follows, and which source offers it |
-| hits, trials, chances | [NUM_KEYS] int64 | the table; chances are in units of 1 / ONE |
-
-Arguments are plain arrays: numba counts references at each access to a tuple of arrays.
+R are the rows of state, one for each request. B are the requests of the batch, and `rows` ([B] int64) says where each
+has its state. S is the most passes, C the number of chains, K the number of slots.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_specplus.proposers._numba import compiled
+from vllm_specplus.sources import NGRAM, REFERENCE, UNFILLED
 
 SHIFT = 16
 ONE = 1 << SHIFT
 """A chance of 1, and the worth of one token."""
-NUM_SOURCES = 3
+NUM_SOURCES = REFERENCE - NGRAM + 1  # those that offer chains
 NUM_PLACES = 8
 NUM_LENGTHS = 12
-# Where each kind of key begins; those after ALONE go by the length of the agreement, and the last two by source too.
+# Where each kind of key begins. Those after ALONE go by the length of the agreement, and the last two by source too.
 ALONE = 0
 AGREED = ALONE + NUM_PLACES
 DIFFERED = AGREED + NUM_LENGTHS
@@ -34,8 +28,68 @@ CONTRARY = DIFFERED + NUM_LENGTHS
 COPIED = CONTRARY + NUM_SOURCES * NUM_LENGTHS
 NUM_KEYS = COPIED + NUM_SOURCES * NUM_LENGTHS
 PRIOR_TRIALS = 4
-MAX_TRIALS = 32
-_MODEL_ALONE = -1
+MAX_TRIALS = 32  # then hits and trials are halved
+MAX_GAIN_TRIALS = 64
+PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
+PRIOR_GAIN_TRIALS = 2
+PASS_PERIOD = 32  # steps until passes that seem useless are made once more
+NO_CHAIN = -1
+NO_OFFERS = -1
+ASLEEP = -1  # the credit of a request that has given the draft model up
+
+
+class Offers(NamedTuple):
+    """What the sources offer.
+
+    model: [R, S] int32 drafts of the model, of which `passes` ([R] int64) were made for the request.
+    chains: [R, C, K] int32; lengths, agreed: [R, C] int32, tokens of each chain, and how many before them agree.
+    starts, sources: [C] int64, how many of the model's drafts a chain follows, and its source, of `sources.py`.
+    is_blind: whether nothing may depend on the model's drafts that might be left out because of it.
+    """
+
+    model: np.ndarray
+    passes: np.ndarray
+    chains: np.ndarray
+    lengths: np.ndarray
+    agreed: np.ndarray
+    starts: np.ndarray
+    sources: np.ndarray
+    is_blind: bool
+
+
+class Table(NamedTuple):
+    """What is known of each key: [NUM_KEYS] int64 each. Chances are in units of 1 / ONE."""
+
+    hits: np.ndarray
+    trials: np.ndarray
+    prior: np.ndarray
+    chances: np.ndarray
+
+
+class Chosen(NamedTuple):
+    """Where `choose` writes what it has chosen.
+
+    token_ids: [B, K] int32, -1 after the last draft. num_drafts, num_model: [B] int32. source: [B] int64, of the drafts
+    that are not the model's; UNFILLED where there are none.
+    values: [B, S + 1] int64, the value of the best drafts with each number of passes.
+    """
+
+    token_ids: np.ndarray
+    num_drafts: np.ndarray
+    num_model: np.ndarray
+    source: np.ndarray
+    values: np.ndarray
+
+
+class Gains(NamedTuple):
+    """What passes have added, by the class of the agreement that spoke for the history.
+
+    sums, trials: [NUM_LENGTHS, S] int64. steps_since_all: [NUM_LENGTHS] int64, since all passes were made.
+    """
+
+    sums: np.ndarray
+    trials: np.ndarray
+    steps_since_all: np.ndarray
 
 
 @compiled()
@@ -43,206 +97,146 @@ def length_class(length: int) -> int:
     """The class of an agreement: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more."""
     if length <= 6:
         return length
-    shared = 7
-    last = 8
-    while shared < NUM_LENGTHS - 1 and length > last:
-        last += 4 << (shared - 7)
-        shared += 1
-    return shared
+    which, last, size = 7, 8, 4
+    while which < NUM_LENGTHS - 1 and length > last:
+        last += size
+        size *= 2
+        which += 1
+    return which
 
 
 @compiled()
-def _agreement(model, row, place, passes, chains, lengths, agreed, starts):
-    """Whether the chains at a place speak of its token, whether one agrees with the model, and how long they agreed."""
+def _agreement(offers: Offers, row: int, place: int, passes: int) -> tuple[bool, bool, int]:
+    """Whether chains speak of the token at a place, whether one says the model's, and how long those agreed."""
     speaks, agrees, length = False, False, 0
-    for c in range(len(starts)):
-        if starts[c] != place or lengths[row, c] == 0:
+    for c in range(len(offers.starts)):
+        if offers.starts[c] != place or offers.lengths[row, c] == 0:
             continue
-        same = place < passes and chains[row, c, 0] == model[row, place]
-        if same and not agrees:
-            agrees, length = True, agreed[row, c]
-        elif same == agrees:
-            length = max(length, agreed[row, c])
         speaks = True
+        same = place < passes and offers.chains[row, c, 0] == offers.model[row, place]
+        if same and not agrees:
+            agrees, length = True, offers.agreed[row, c]
+        elif same == agrees:
+            length = max(length, offers.agreed[row, c])
     return speaks, agrees, length
 
 
 @compiled()
-def _model_key(model, row, place, passes, chains, lengths, agreed, starts, is_blind):
+def _model_key(offers: Offers, row: int, place: int, passes: int) -> int:
     """The key of the model's draft at a place."""
     speaks, agrees, length = False, False, 0
-    if not is_blind:
-        speaks, agrees, length = _agreement(model, row, place, passes, chains, lengths, agreed, starts)
+    if not offers.is_blind:
+        speaks, agrees, length = _agreement(offers, row, place, passes)
     if not speaks:
         return ALONE + min(place, NUM_PLACES - 1)
     return (AGREED if agrees else DIFFERED) + length_class(length)
 
 
 @compiled()
-def _chain_key(model, row, c, n, passes, chains, lengths, agreed, starts, sources, is_blind):
+def _chain_key(offers: Offers, row: int, c: int, n: int, passes: int) -> int:
     """The key of token n of a chain."""
-    start, length = starts[c], agreed[row, c] + n
-    by_source = sources[c] * NUM_LENGTHS + length_class(length)
-    if n > 0 or start >= passes or is_blind:
+    start = offers.starts[c]
+    by_source = (offers.sources[c] - NGRAM) * NUM_LENGTHS + length_class(offers.agreed[row, c] + n)
+    if n > 0 or start >= passes or offers.is_blind:
         return COPIED + by_source
-    if chains[row, c, 0] != model[row, start]:
+    if offers.chains[row, c, 0] != offers.model[row, start]:
         return CONTRARY + by_source
-    return AGREED + length_class(_agreement(model, row, start, passes, chains, lengths, agreed, starts)[2])
+    return AGREED + length_class(_agreement(offers, row, start, passes)[2])
 
 
 @compiled()
 def _value_of_chain(
-    model, row, c, passes, chains, lengths, agreed, starts, sources, chances, is_blind, survival, room, price
-):
-    """What a chain adds behind drafts that survive, and how many of its tokens are worth their slots."""
-    value = 0
-    for n in range(min(lengths[row, c], room)):
-        key = _chain_key(model, row, c, n, passes, chains, lengths, agreed, starts, sources, is_blind)
-        survival = survival * chances[key] >> SHIFT
+    offers: Offers, chances: np.ndarray, price: int, row: int, c: int, passes: int, survival: int, room: int
+) -> tuple[int, int]:
+    """What a chain adds behind drafts that survive so, and how many of its tokens are worth their slots."""
+    size, value = max(min(offers.lengths[row, c], room), 0), 0
+    for n in range(size):
+        survival = survival * chances[_chain_key(offers, row, c, n, passes)] >> SHIFT
         if survival <= price:
             return value, n
         value += survival - price
-    return value, max(min(lengths[row, c], room), 0)
+    return value, size
 
 
 @compiled()
-def _value_of_drafts(model, row, c, size, passes, chains, lengths, agreed, starts, sources, chances, price):
+def _value_of_drafts(offers: Offers, chances: np.ndarray, price: int, row: int, c: int, passes: int, size: int) -> int:
     """The value of the first tokens of a chain from the start, worth their slots or not."""
     survival, value = ONE, 0
     for n in range(size):
-        key = _chain_key(model, row, c, n, passes, chains, lengths, agreed, starts, sources, False)
-        survival = survival * chances[key] >> SHIFT
+        survival = survival * chances[_chain_key(offers, row, c, n, passes)] >> SHIFT
         value += survival - price
     return value
 
 
 @compiled()
-def choose(
-    rows,
-    limits,
-    model,
-    passes,
-    chains,
-    lengths,
-    agreed,
-    starts,
-    sources,
-    chances,
-    price,
-    is_blind,
-    token_ids,
-    num_drafts,
-    num_model,
-    chosen,
-    values,
-):
-    """Choose the drafts of each request; see `Arbiter.choose`.
-
-    Out: token_ids [B, K] int32, num_drafts and num_model [B] int32, chosen [B] int64 chain or -1, values [B, S + 1]
-    int64: the best value with each number of passes.
-    """
-    num_chains = len(starts)
-    for i in range(len(rows)):
-        row, room, made = rows[i], limits[i], passes[rows[i]]
-        best, best_chain, best_model, best_size = 0, _MODEL_ALONE, 0, 0
-        # Without the model: its drafts say nothing.
-        for c in range(num_chains):
-            if starts[c] == 0:
-                value, size = _value_of_chain(
-                    model, row, c, 0, chains, lengths, agreed, starts, sources, chances, is_blind, ONE, room, price
-                )
-                if value > best:
-                    best, best_chain, best_size = value, c, size
-        values[i, 0] = best
-        if made > 0 and not is_blind:
-            # The model's first draft tells more of each chain, that one too which would have been taken without it.
-            if best_chain >= 0:
-                values[i, 0] = _value_of_drafts(
-                    model, row, best_chain, best_size, made, chains, lengths, agreed, starts, sources, chances, price
-                )
-            best, best_chain, best_size = 0, _MODEL_ALONE, 0
-            for c in range(num_chains):
-                if starts[c] == 0:
-                    value, size = _value_of_chain(
-                        model, row, c, made, chains, lengths, agreed, starts, sources, chances, False, ONE, room, price
-                    )
-                    if value > best:
-                        best, best_chain, best_size = value, c, size
-        survival, value_of_model = ONE, 0
-        for place in range(made):
-            if place < room and survival > price:
-                key = _model_key(model, row, place, made, chains, lengths, agreed, starts, is_blind)
-                survival = survival * chances[key] >> SHIFT
-                if survival > price:
-                    value_of_model += survival - price
-                    if value_of_model > best:
-                        best, best_chain, best_model, best_size = value_of_model, _MODEL_ALONE, place + 1, 0
-                    if not is_blind:
-                        for c in range(num_chains):
-                            if starts[c] == place + 1:
-                                value, size = _value_of_chain(
-                                    model,
-                                    row,
-                                    c,
-                                    made,
-                                    chains,
-                                    lengths,
-                                    agreed,
-                                    starts,
-                                    sources,
-                                    chances,
-                                    False,
-                                    survival,
-                                    room - place - 1,
-                                    price,
-                                )
-                                if value_of_model + value > best:
-                                    best, best_chain = value_of_model + value, c
-                                    best_model, best_size = place + 1, size
-            values[i, place + 1] = best
-        if is_blind and best_model > 0:
-            # Only what stands behind all of the model's sampled drafts may depend on them.
-            survival_of_all = ONE
-            for place in range(best_model):
-                survival_of_all = survival_of_all * chances[ALONE + min(place, NUM_PLACES - 1)] >> SHIFT
-            most = 0
-            for c in range(num_chains):
-                if starts[c] == best_model:
-                    value, size = _value_of_chain(
-                        model,
-                        row,
-                        c,
-                        0,
-                        chains,
-                        lengths,
-                        agreed,
-                        starts,
-                        sources,
-                        chances,
-                        True,
-                        survival_of_all,
-                        room - best_model,
-                        price,
-                    )
-                    if value > most:
-                        most, best_chain, best_size = value, c, size
-        token_ids[i, :best_model] = model[row, :best_model]
-        if best_chain >= 0:
-            token_ids[i, best_model : best_model + best_size] = chains[row, best_chain, :best_size]
-        token_ids[i, best_model + best_size :] = -1
-        num_drafts[i], num_model[i], chosen[i] = best_model + best_size, best_model, best_chain
+def _best_chain(
+    offers: Offers, chances: np.ndarray, price: int, row: int, start: int, passes: int, survival: int, room: int
+) -> tuple[int, int, int]:
+    """The best chain behind `start` drafts of the model: what it adds, the chain or NO_CHAIN, and its tokens."""
+    best, chain, size = 0, NO_CHAIN, 0
+    for c in range(len(offers.starts)):
+        if offers.starts[c] == start:
+            value, worth = _value_of_chain(offers, chances, price, row, c, passes, survival, room)
+            if value > best:
+                best, chain, size = value, c, worth
+    return best, chain, size
 
 
 @compiled()
-def _repeats(model, row, c, chains, lengths, starts, sources):
+def choose(
+    rows: np.ndarray, limits: np.ndarray, offers: Offers, chances: np.ndarray, price: int, chosen: Chosen
+) -> None:
+    """Choose the drafts of each request, at most `limits` ([B] int64); see `Arbiter.choose`."""
+    for i in range(len(rows)):
+        row, room = rows[i], limits[i]
+        passes = offers.passes[row]
+        best, chain, size = _best_chain(offers, chances, price, row, 0, 0, ONE, room)
+        num_model = 0
+        chosen.values[i, 0] = best
+        if passes > 0 and not offers.is_blind:
+            # The model's first draft tells more of each chain, that one too which would have been taken without it.
+            if chain != NO_CHAIN:
+                chosen.values[i, 0] = _value_of_drafts(offers, chances, price, row, chain, passes, size)
+            best, chain, size = _best_chain(offers, chances, price, row, 0, passes, ONE, room)
+        survival, value = ONE, 0
+        for place in range(passes):
+            if place < room and survival > price:
+                survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
+                if survival > price:
+                    value += survival - price
+                    more, behind, tokens = 0, NO_CHAIN, 0
+                    if not offers.is_blind:
+                        more, behind, tokens = _best_chain(
+                            offers, chances, price, row, place + 1, passes, survival, room - place - 1
+                        )
+                    if value + more > best:
+                        best, chain, size, num_model = value + more, behind, tokens, place + 1
+            chosen.values[i, place + 1] = best
+        if offers.is_blind and num_model > 0:
+            # Only what stands behind all of the model's drafts may depend on them.
+            survival = ONE
+            for place in range(num_model):
+                survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
+            _, chain, size = _best_chain(offers, chances, price, row, num_model, 0, survival, room - num_model)
+        chosen.token_ids[i, :num_model] = offers.model[row, :num_model]
+        if chain != NO_CHAIN:
+            chosen.token_ids[i, num_model : num_model + size] = offers.chains[row, chain, :size]
+        chosen.token_ids[i, num_model + size :] = -1
+        chosen.num_drafts[i], chosen.num_model[i] = num_model + size, num_model
+        chosen.source[i] = offers.sources[chain] if chain != NO_CHAIN else UNFILLED
+
+
+@compiled()
+def _repeats(offers: Offers, row: int, c: int) -> bool:
     """Whether a chain behind the model's drafts says what the same source has said from the start."""
-    start = starts[c]
-    for other in range(len(starts)):
-        if starts[other] != 0 or sources[other] != sources[c] or lengths[row, other] <= start:
+    start = offers.starts[c]
+    for other in range(len(offers.starts)):
+        same = offers.starts[other] == 0 and offers.sources[other] == offers.sources[c]
+        if not same or offers.lengths[row, other] <= start:
             continue
-        same = chains[row, other, start] == chains[row, c, 0]
+        same = offers.chains[row, other, start] == offers.chains[row, c, 0]
         for place in range(start):
-            same = same and chains[row, other, place] == model[row, place]
+            same = same and offers.chains[row, other, place] == offers.model[row, place]
         if same:
             return True
     return False
@@ -250,42 +244,54 @@ def _repeats(model, row, c, chains, lengths, starts, sources):
 
 @compiled()
 def judge(
-    token_ids, num_tokens, rows, known, model, passes, chains, lengths, agreed, starts, sources, is_blind, hits, trials
-):
-    """Judge what was offered by the tokens that have come since; see `Arbiter.judge`.
+    token_ids: np.ndarray,
+    num_tokens: np.ndarray,
+    rows: np.ndarray,
+    known: np.ndarray,
+    offers: Offers,
+    hits: np.ndarray,
+    trials: np.ndarray,
+) -> int:
+    """Judge what was offered by the tokens that have come since; see `Arbiter.begin`.
 
-    token_ids: [>=B, max_model_len] int32. num_tokens: [B] int64. known: [R] int64, the tokens that there were when the
-    state's offers were made; -1: there are none. Returns the number of tokens that have come.
+    Args:
+        token_ids: [>=B, max_model_len] int32, the text of each request.
+        num_tokens: [B] int64.
+        rows: [B] int64.
+        known: [R] int64, the tokens that there were when the offers were made; NO_OFFERS: there are none.
+        offers: of the last step.
+        hits, trials: [NUM_KEYS] int64, changed in place.
+
+    Returns:
+        How many tokens have come.
     """
     total = 0
     for i in range(len(rows)):
         row = rows[i]
         first = known[row]
         num_new = num_tokens[i] - first
-        if first < 0 or num_new <= 0:
+        if first == NO_OFFERS or num_new <= 0:
             continue
         total += num_new
-        made, right = passes[row], 0
-        while right < min(made, num_new):
-            hit = model[row, right] == token_ids[i, first + right]
-            key = _model_key(model, row, right, made, chains, lengths, agreed, starts, is_blind)
+        passes, right = offers.passes[row], 0
+        while right < min(passes, num_new):
+            hit = offers.model[row, right] == token_ids[i, first + right]
+            key = _model_key(offers, row, right, passes)
             trials[key] += 1
             hits[key] += hit
             if not hit:
                 break
             right += 1
-        for c in range(len(starts)):
-            start = starts[c]
-            if start > right or lengths[row, c] == 0:
+        for c in range(len(offers.starts)):
+            start = offers.starts[c]
+            if start > right or (start > 0 and _repeats(offers, row, c)):
                 continue
-            if start > 0 and _repeats(model, row, c, chains, lengths, starts, sources):
-                continue
-            for n in range(min(lengths[row, c], num_new - start)):
-                hit = chains[row, c, n] == token_ids[i, first + start + n]
+            for n in range(min(offers.lengths[row, c], num_new - start)):
+                hit = offers.chains[row, c, n] == token_ids[i, first + start + n]
                 # What the model drafts as well has been judged as its draft.
-                is_shared = n == 0 and start < made and chains[row, c, 0] == model[row, start]
-                if not is_shared or is_blind:
-                    key = _chain_key(model, row, c, n, made, chains, lengths, agreed, starts, sources, is_blind)
+                is_shared = n == 0 and start < passes and offers.chains[row, c, 0] == offers.model[row, start]
+                if not is_shared or offers.is_blind:
+                    key = _chain_key(offers, row, c, n, passes)
                     trials[key] += 1
                     hits[key] += hit
                 if not hit:
@@ -294,59 +300,44 @@ def judge(
 
 
 @compiled()
-def update_chances(hits, trials, prior, chances):
+def update_chances(table: Table) -> None:
     """Set the chances by hits and trials, of which the older count less."""
-    for key in range(len(chances)):
-        while trials[key] >= MAX_TRIALS:
-            trials[key] >>= 1
-            hits[key] >>= 1
-        chances[key] = (hits[key] * ONE + prior[key] * PRIOR_TRIALS) // (trials[key] + PRIOR_TRIALS)
+    for key in range(NUM_KEYS):
+        while table.trials[key] >= MAX_TRIALS:
+            table.trials[key] >>= 1
+            table.hits[key] >>= 1
+        hits = table.hits[key] * ONE + table.prior[key] * PRIOR_TRIALS
+        table.chances[key] = hits // (table.trials[key] + PRIOR_TRIALS)
 
 
 @compiled()
-def _class_of_history(row, lengths, agreed, starts):
+def _class_of_history(offers: Offers, row: int) -> int:
     """The class of the longest agreement that speaks for a chain from the start; 0 where there is none."""
     length = 0
-    for c in range(len(starts)):
-        if starts[c] == 0 and lengths[row, c] > 0:
-            length = max(length, agreed[row, c])
+    for c in range(len(offers.starts)):
+        if offers.starts[c] == 0 and offers.lengths[row, c] > 0:
+            length = max(length, offers.agreed[row, c])
     return length_class(length)
 
 
 @compiled()
-def plan_passes(
-    rows,
-    lengths,
-    agreed,
-    starts,
-    credits,
-    gains,
-    gain_trials,
-    steps_since_all,
-    prior_gain,
-    prior_trials,
-    period,
-    prices,
-):
+def plan_passes(rows: np.ndarray, offers: Offers, credits: np.ndarray, gains: Gains, prices: np.ndarray) -> int:
     """How many passes of the draft model to make for a batch; see `Arbiter.num_passes`.
 
-    credits: [R] int64, below 0 for a request that has given the model up. gains, gain_trials: [NUM_LENGTHS, S] int64.
-    steps_since_all: [NUM_LENGTHS] int64. prices: [S] int64, of each pass.
+    credits: [R] int64, ASLEEP for a request that has given the model up. prices: [S] int64, of each pass.
     """
     num_passes = len(prices)
-    seen = np.zeros(NUM_LENGTHS, np.bool_)
     totals = np.zeros(num_passes, np.int64)
-    num_awake = 0
+    seen = np.zeros(NUM_LENGTHS, np.bool_)
     for i in range(len(rows)):
-        row = rows[i]
-        if credits[row] < 0:
+        if credits[rows[i]] == ASLEEP:
             continue
-        num_awake += 1
-        which = _class_of_history(row, lengths, agreed, starts)
+        which = _class_of_history(offers, rows[i])
         seen[which] = True
         for k in range(num_passes):
-            totals[k] += (gains[which, k] + prior_gain * prior_trials) // (gain_trials[which, k] + prior_trials)
-    if num_awake == 0 or num_passes == 0:
+            known = gains.sums[which, k] + PRIOR_GAIN * PRIOR_GAIN_TRIALS
+            totals[k] += known // (gains.trials[which, k] + PRIOR_GAIN_TRIALS)
+    if num_passes == 0 or not seen.any():
         return 0
     planned, best, value = 1, 0, 0
     for k in range(num_passes):
@@ -355,59 +346,185 @@ def plan_passes(
             planned, best = k + 1, value
     for which in range(NUM_LENGTHS):
         if seen[which]:
-            steps_since_all[which] += 1
-            if steps_since_all[which] >= period:
+            gains.steps_since_all[which] += 1
+            if gains.steps_since_all[which] >= PASS_PERIOD:
                 planned = num_passes
-    if planned == num_passes:
-        for which in range(NUM_LENGTHS):
-            if seen[which]:
-                steps_since_all[which] = 0
+    for which in range(NUM_LENGTHS):
+        if seen[which] and planned == num_passes:
+            gains.steps_since_all[which] = 0
     return planned
 
 
 @compiled()
 def settle(
-    rows,
-    limits,
-    passes,
-    values,
-    lengths,
-    agreed,
-    starts,
-    credits,
-    gains,
-    gain_trials,
-    max_trials,
-    most_credit,
-    prices,
-    step_price,
-):
-    """Enter what the passes of a step have added and cost; see `Arbiter.choose`. Returns the sum over the batch.
+    rows: np.ndarray,
+    limits: np.ndarray,
+    offers: Offers,
+    values: np.ndarray,
+    credits: np.ndarray,
+    gains: Gains,
+    prices: np.ndarray,
+    step_price: int,
+    most_credit: int,
+) -> int:
+    """Enter what the passes of a step have added and cost; see `Arbiter.choose`.
 
-    Accounts are in the time of steps: `step_price` is what a request gets in a step's time, in tokens.
+    Args:
+        rows, limits: [B] int64; a request that may not draft is left out.
+        offers: of this step.
+        values: [B, S + 1] int64, of `choose`.
+        credits: [R] int64 in the time of a step, changed in place.
+        gains: changed in place.
+        prices: [S] int64, of each pass for the whole batch.
+        step_price: what a request gets in a step's time.
+        most_credit: the largest credit of a request.
+
+    Returns:
+        The profit of all requests together, in the time of a step.
     """
     num_awake = 0
     for i in range(len(rows)):
-        if credits[rows[i]] >= 0:
-            num_awake += 1
-    if num_awake == 0:
-        return 0
+        num_awake += credits[rows[i]] != ASLEEP
     total = 0
     for i in range(len(rows)):
         row = rows[i]
-        if credits[row] < 0 or limits[i] == 0:
+        if credits[row] == ASLEEP or limits[i] == 0:
             continue
-        which = _class_of_history(row, lengths, agreed, starts)
-        profit = 0
-        for k in range(passes[row]):
+        which, profit = _class_of_history(offers, row), 0
+        for k in range(offers.passes[row]):
             gain = values[i, k + 1] - values[i, k]
-            gains[which, k] += gain
-            gain_trials[which, k] += 1
-            if gain_trials[which, k] >= max_trials:
-                gains[which, k] >>= 1
-                gain_trials[which, k] >>= 1
             profit += gain - prices[k] // num_awake
+            gains.sums[which, k] += gain
+            gains.trials[which, k] += 1
+            if gains.trials[which, k] >= MAX_GAIN_TRIALS:
+                gains.sums[which, k] >>= 1
+                gains.trials[which, k] >>= 1
         profit = profit * ONE // step_price
         total += profit
-        credits[row] = max(min(credits[row] + profit, most_credit), -1)
+        credit = min(credits[row] + profit, most_credit)
+        credits[row] = credit if credit >= 0 else ASLEEP
     return total
+
+
+# What Python calls. These take plain arrays, since a tuple of arrays costs each call two microseconds.
+
+
+@compiled()
+def begin(
+    token_ids: np.ndarray,
+    num_tokens: np.ndarray,
+    rows: np.ndarray,
+    known: np.ndarray,
+    model: np.ndarray,
+    passes: np.ndarray,
+    chains: np.ndarray,
+    lengths: np.ndarray,
+    agreed: np.ndarray,
+    starts: np.ndarray,
+    sources: np.ndarray,
+    is_blind: bool,
+    hits: np.ndarray,
+    trials: np.ndarray,
+    prior: np.ndarray,
+    chances: np.ndarray,
+) -> int:
+    """Judge the last step's offers, take them away, and return how many tokens have come since."""
+    offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
+    num_new = judge(token_ids, num_tokens, rows, known, offers, hits, trials)
+    update_chances(Table(hits, trials, prior, chances))
+    for row in rows:
+        lengths[row] = 0
+        passes[row] = 0
+    return num_new
+
+
+@compiled()
+def offer(
+    rows: np.ndarray,
+    c: int,
+    token_ids: np.ndarray,
+    num_tokens: np.ndarray,
+    match_len: np.ndarray,
+    chains: np.ndarray,
+    lengths: np.ndarray,
+    agreed: np.ndarray,
+) -> None:
+    """Offer a chain to each request; see `Arbiter.offer`."""
+    for i in range(len(rows)):
+        row, length = rows[i], num_tokens[i]
+        chains[row, c, :length] = token_ids[i, :length]
+        lengths[row, c], agreed[row, c] = length, match_len[i]
+
+
+@compiled()
+def offer_model(
+    rows: np.ndarray, model_drafts: np.ndarray, credits: np.ndarray, model: np.ndarray, passes: np.ndarray
+) -> None:
+    """Offer the model's drafts, [B, passes] int, to the requests that have not given it up."""
+    num_passes = model_drafts.shape[1]
+    for i in range(len(rows)):
+        if credits[rows[i]] != ASLEEP:
+            model[rows[i], :num_passes] = model_drafts[i]
+            passes[rows[i]] = num_passes
+
+
+@compiled()
+def plan(
+    rows: np.ndarray,
+    model: np.ndarray,
+    passes: np.ndarray,
+    chains: np.ndarray,
+    lengths: np.ndarray,
+    agreed: np.ndarray,
+    starts: np.ndarray,
+    sources: np.ndarray,
+    is_blind: bool,
+    credits: np.ndarray,
+    sums: np.ndarray,
+    trials: np.ndarray,
+    steps_since_all: np.ndarray,
+    prices: np.ndarray,
+) -> int:
+    """How many passes of the draft model to make; see `plan_passes`."""
+    offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
+    return plan_passes(rows, offers, credits, Gains(sums, trials, steps_since_all), prices)
+
+
+@compiled()
+def choose_and_settle(
+    num_tokens: np.ndarray,
+    rows: np.ndarray,
+    known: np.ndarray,
+    limits: np.ndarray,
+    model: np.ndarray,
+    passes: np.ndarray,
+    chains: np.ndarray,
+    lengths: np.ndarray,
+    agreed: np.ndarray,
+    starts: np.ndarray,
+    sources: np.ndarray,
+    is_blind: bool,
+    chances: np.ndarray,
+    slot_price: int,
+    token_ids: np.ndarray,
+    num_drafts: np.ndarray,
+    num_model: np.ndarray,
+    source: np.ndarray,
+    credits: np.ndarray,
+    sums: np.ndarray,
+    trials: np.ndarray,
+    steps_since_all: np.ndarray,
+    prices: np.ndarray,
+    step_price: int,
+    most_credit: int,
+) -> int:
+    """Choose the drafts, enter what the passes have earned, and return that; see `choose` and `settle`."""
+    offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
+    values = np.empty((len(rows), model.shape[1] + 1), np.int64)
+    choose(rows, limits, offers, chances, slot_price, Chosen(token_ids, num_drafts, num_model, source, values))
+    for i in range(len(rows)):
+        known[rows[i]] = num_tokens[i]
+    if model.shape[1] == 0:
+        return 0
+    gains = Gains(sums, trials, steps_since_all)
+    return settle(rows, limits, offers, values, credits, gains, prices, step_price, most_credit)

@@ -42,18 +42,13 @@ from typing import Any
 import numpy as np
 
 from vllm_specplus.proposers.history import History
-from vllm_specplus.sources import NGRAM, REFERENCE, UNFILLED
+from vllm_specplus.sources import NGRAM, REFERENCE
 
-_NUM_PASSES_BETWEEN_TRIALS = 32  # steps until passes that seem useless are made once more
-_MAX_GAIN_TRIALS = 64
-_PRIOR_GAIN = 0.3  # tokens that a pass is expected to add
-_PRIOR_GAIN_TRIALS = 2
-_ALLOWANCE = 2.0  # tokens that a request may lose by the model before it gives it up
+_ALLOWANCE = 2.0  # steps' time that a request may lose by the model before it gives it up
 _MOST_CREDIT = 4.0
 _COMMON_ALLOWANCE = 8.0
 _MOST_COMMON_CREDIT = 32.0
-_INCOME_SHIFT = 6  # of each token, 1 / 64 pays for trying the model again
-_NO_OFFERS = -1
+_INCOME_SHIFT = 6  # of each token's time, 1 / 64 pays for trying the model again
 
 
 @dataclass(frozen=True)
@@ -124,28 +119,31 @@ class Arbiter:
         self._compiled = _arbiter
         self.num_model_steps = num_model_steps
         self.num_speculative_tokens = num_speculative_tokens
-        self._sources, self._starts = np.array(sources, np.int64) - NGRAM, np.array(starts, np.int64)
-        self._is_blind = is_blind
-        self._prior = _prior_chances(_arbiter)
-        self.hits, self.trials = (np.zeros(_arbiter.NUM_KEYS, np.int64) for _ in range(2))
-        self.chances = self._prior.copy()
-
-        num_chains = len(self._sources)
-        self._model = np.zeros((max_num_reqs, num_model_steps), np.int32)
-        self._passes = np.zeros(max_num_reqs, np.int64)
-        self._chains = np.zeros((max_num_reqs, num_chains, num_speculative_tokens), np.int32)
-        self._lengths = np.zeros((max_num_reqs, num_chains), np.int32)
-        self._agreed = np.zeros((max_num_reqs, num_chains), np.int32)
-        self._known = np.full(max_num_reqs, _NO_OFFERS, np.int64)
+        prior = _prior_chances(_arbiter)
+        self.table = _arbiter.Table(np.zeros_like(prior), np.zeros_like(prior), prior, prior.copy())
+        num_chains = len(sources)
+        self._offers = _arbiter.Offers(
+            model=np.zeros((max_num_reqs, num_model_steps), np.int32),
+            passes=np.zeros(max_num_reqs, np.int64),
+            chains=np.zeros((max_num_reqs, num_chains, num_speculative_tokens), np.int32),
+            lengths=np.zeros((max_num_reqs, num_chains), np.int32),
+            agreed=np.zeros((max_num_reqs, num_chains), np.int32),
+            starts=np.array(starts, np.int64),
+            sources=np.array(sources, np.int64),
+            is_blind=is_blind,
+        )
+        self._known = np.full(max_num_reqs, _arbiter.NO_OFFERS, np.int64)
         self._state_rows: dict[str, int] = {}
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
-        # By class of the agreement, and by pass: what passes have added, and how often that was seen.
-        self._gains = np.zeros((_arbiter.NUM_LENGTHS, num_model_steps), np.int64)
-        self._gain_trials = np.zeros((_arbiter.NUM_LENGTHS, num_model_steps), np.int64)
-        self._steps_since_all = np.zeros(_arbiter.NUM_LENGTHS, np.int64)
+        by_length = (_arbiter.NUM_LENGTHS, num_model_steps)
+        self._gains = _arbiter.Gains(
+            np.zeros(by_length, np.int64), np.zeros(by_length, np.int64), np.zeros(_arbiter.NUM_LENGTHS, np.int64)
+        )
         self._credits = np.zeros(max_num_reqs, np.int64)
         self._common_credit = int(_COMMON_ALLOWANCE * _arbiter.ONE)
+        self._most_credit = int(_MOST_CREDIT * _arbiter.ONE)
+        self._prices: Prices | None = None
         self.set_prices(Prices(0.0, 1.0))
 
     @property
@@ -155,6 +153,9 @@ class Arbiter:
 
     def set_prices(self, prices: Prices) -> None:
         """Set what slots and passes cost from now on."""
+        if prices == self._prices:
+            return
+        self._prices = prices
         one = self._compiled.ONE
         first, later = (int(min(price, 2.0**20) * one) for price in (prices.first_pass, prices.later_pass))
         self._step_price = max(int(min(prices.step, 2.0**20) * one), 1)
@@ -173,26 +174,10 @@ class Arbiter:
         """
         self._rows = self._rows_of(history.req_ids)
         self._num_tokens = np.ascontiguousarray(history.num_tokens[: len(self._rows)], np.int64)
-        num_new = self._compiled.judge(
-            history.token_ids,
-            self._num_tokens,
-            self._rows,
-            self._known,
-            self._model,
-            self._passes,
-            self._chains,
-            self._lengths,
-            self._agreed,
-            self._starts,
-            self._sources,
-            self._is_blind,
-            self.hits,
-            self.trials,
+        num_new = self._compiled.begin(
+            history.token_ids, self._num_tokens, self._rows, self._known, *self._offers, *self.table
         )
-        self._compiled.update_chances(self.hits, self.trials, self._prior, self.chances)
-        self._earn(num_new << (self._compiled.SHIFT - _INCOME_SHIFT))
-        self._lengths[self._rows] = 0
-        self._passes[self._rows] = 0
+        self._earn((num_new << (2 * self._compiled.SHIFT - _INCOME_SHIFT)) // self._step_price)
 
     def offer(self, chain: int, token_ids: np.ndarray, lengths: np.ndarray, agreed: np.ndarray) -> None:
         """Offer a chain to each request.
@@ -203,33 +188,19 @@ class Arbiter:
             lengths: [B] int32, tokens of each request's chain; 0 = none.
             agreed: [B] int32, how many tokens before it agree; 0 = it is a guess.
         """
-        self._chains[self._rows, chain, : token_ids.shape[1]] = token_ids
-        self._lengths[self._rows, chain] = lengths
-        self._agreed[self._rows, chain] = agreed
+        offers = self._offers
+        self._compiled.offer(
+            self._rows, chain, token_ids, lengths, agreed, offers.chains, offers.lengths, offers.agreed
+        )
 
     def num_passes(self) -> int:
         """How many passes of the draft model to make, for all requests of the batch; chains of start 0 are offered."""
-        one = self._compiled.ONE
-        return self._compiled.plan_passes(
-            self._rows,
-            self._lengths,
-            self._agreed,
-            self._starts,
-            self._credits,
-            self._gains,
-            self._gain_trials,
-            self._steps_since_all,
-            int(_PRIOR_GAIN * one),
-            _PRIOR_GAIN_TRIALS,
-            _NUM_PASSES_BETWEEN_TRIALS,
-            self._pass_prices,
-        )
+        return self._compiled.plan(self._rows, *self._offers, self._credits, *self._gains, self._pass_prices)
 
     def offer_model(self, model_drafts: np.ndarray) -> None:
         """Offer the draft model's drafts, [B, passes] int, to the requests that have not given it up."""
-        num_passes = model_drafts.shape[1]
-        self._model[self._rows, :num_passes] = model_drafts
-        self._passes[self._rows] = np.where(self._credits[self._rows] >= 0, num_passes, 0)
+        offers = self._offers
+        self._compiled.offer_model(self._rows, model_drafts, self._credits, offers.model, offers.passes)
 
     def choose(self, limits: np.ndarray) -> Choice:
         """Choose the drafts of each request among what was offered.
@@ -240,49 +211,27 @@ class Arbiter:
         num_reqs = len(self._rows)
         limits = np.ascontiguousarray(limits, np.int64)
         token_ids = np.empty((num_reqs, self.num_speculative_tokens), np.int32)
-        num_drafts, num_model = (np.empty(num_reqs, np.int32) for _ in range(2))
-        chosen = np.empty(num_reqs, np.int64)
-        values = np.empty((num_reqs, self.num_model_steps + 1), np.int64)
-        self._compiled.choose(
+        num_drafts, num_model = np.empty(num_reqs, np.int32), np.empty(num_reqs, np.int32)
+        sources = np.empty(num_reqs, np.int64)
+        profit = self._compiled.choose_and_settle(
+            self._num_tokens,
             self._rows,
+            self._known,
             limits,
-            self._model,
-            self._passes,
-            self._chains,
-            self._lengths,
-            self._agreed,
-            self._starts,
-            self._sources,
-            self.chances,
+            *self._offers,
+            self.table.chances,
             self._slot_price,
-            self._is_blind,
             token_ids,
             num_drafts,
             num_model,
-            chosen,
-            values,
+            sources,
+            self._credits,
+            *self._gains,
+            self._pass_prices,
+            self._step_price,
+            self._most_credit,
         )
-        self._known[self._rows] = self._num_tokens
-        if self.num_model_steps:
-            self._earn(
-                self._compiled.settle(
-                    self._rows,
-                    limits,
-                    self._passes,
-                    values,
-                    self._lengths,
-                    self._agreed,
-                    self._starts,
-                    self._credits,
-                    self._gains,
-                    self._gain_trials,
-                    _MAX_GAIN_TRIALS,
-                    int(_MOST_CREDIT * self._compiled.ONE),
-                    self._pass_prices,
-                    self._step_price,
-                )
-            )
-        sources = np.where(chosen >= 0, self._sources[chosen] + NGRAM, UNFILLED)
+        self._earn(profit)
         return Choice(token_ids, num_drafts, num_model, sources)
 
     def retain(self, req_ids: Collection[str]) -> None:
@@ -307,9 +256,10 @@ class Arbiter:
                     "retain() with the unfinished requests first"
                 )
             row = known[req_id] = self._free_rows.pop()
-            self._known[row] = _NO_OFFERS
+            self._known[row] = self._compiled.NO_OFFERS
             has_model = self.num_model_steps > 0 and self._common_credit > 0
-            self._credits[row] = int(_ALLOWANCE * self._compiled.ONE) if has_model else -1
+            allowance = int(_ALLOWANCE * self._compiled.ONE)
+            self._credits[row] = allowance if has_model else self._compiled.ASLEEP
         return np.array([known[req_id] for req_id in req_ids], np.int64)
 
 
