@@ -298,6 +298,7 @@ def replay_adaptive(traces: Sequence[Trace], matchers: dict[int, Matcher], setti
             choice = drafter.draft(history, limit, model_drafts)
             return choice.token_ids[0, : choice.num_drafts[0]].tolist(), passes
 
+        pace.begin_request()
         results.append(replay(trace, draft, setting, pace))
         drafter.retain([])
     return results

@@ -92,17 +92,14 @@ class Gains(NamedTuple):
     steps_since_all: np.ndarray
 
 
+# The classes of agreements: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more.
+_LENGTH_CLASS = np.searchsorted([1, 2, 3, 4, 5, 6, 7, 9, 13, 21, 37], np.arange(38), side="right")
+
+
 @compiled()
 def length_class(length: int) -> int:
-    """The class of an agreement: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more."""
-    if length <= 6:
-        return length
-    which, last, size = 7, 8, 4
-    while which < NUM_LENGTHS - 1 and length > last:
-        last += size
-        size *= 2
-        which += 1
-    return which
+    """The class of an agreement of some tokens."""
+    return _LENGTH_CLASS[min(length, len(_LENGTH_CLASS) - 1)]
 
 
 @compiled()
@@ -159,16 +156,6 @@ def _value_of_chain(
 
 
 @compiled()
-def _value_of_drafts(offers: Offers, chances: np.ndarray, price: int, row: int, c: int, passes: int, size: int) -> int:
-    """The value of the first tokens of a chain from the start, worth their slots or not."""
-    survival, value = ONE, 0
-    for n in range(size):
-        survival = survival * chances[_chain_key(offers, row, c, n, passes)] >> SHIFT
-        value += survival - price
-    return value
-
-
-@compiled()
 def _best_chain(
     offers: Offers, chances: np.ndarray, price: int, row: int, start: int, passes: int, survival: int, room: int
 ) -> tuple[int, int, int]:
@@ -183,35 +170,59 @@ def _best_chain(
 
 
 @compiled()
+def _best_drafts(
+    offers: Offers, chances: np.ndarray, price: int, row: int, passes: int, room: int
+) -> tuple[int, int, int]:
+    """The best drafts by what some passes tell: how many of the model's, the chain or NO_CHAIN, and its tokens."""
+    best, chain, size = _best_chain(offers, chances, price, row, 0, passes, ONE, room)
+    num_model, survival, value = 0, ONE, 0
+    for place in range(min(passes, room)):
+        survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
+        if survival <= price:
+            break
+        value += survival - price
+        more, behind, tokens = 0, NO_CHAIN, 0
+        if not offers.is_blind:
+            more, behind, tokens = _best_chain(
+                offers, chances, price, row, place + 1, passes, survival, room - place - 1
+            )
+        if value + more > best:
+            best, chain, size, num_model = value + more, behind, tokens, place + 1
+    return num_model, chain, size
+
+
+@compiled()
+def _value_of_drafts(
+    offers: Offers, chances: np.ndarray, price: int, row: int, passes: int, num_model: int, chain: int, size: int
+) -> int:
+    """The value of some drafts, worth their slots or not, by all that is known after some passes."""
+    survival, value = ONE, 0
+    for place in range(num_model):
+        survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
+        value += survival - price
+    for n in range(size):
+        survival = survival * chances[_chain_key(offers, row, chain, n, passes)] >> SHIFT
+        value += survival - price
+    return value
+
+
+@compiled()
 def choose(
     rows: np.ndarray, limits: np.ndarray, offers: Offers, chances: np.ndarray, price: int, chosen: Chosen
 ) -> None:
-    """Choose the drafts of each request, at most `limits` ([B] int64); see `Arbiter.choose`."""
+    """Choose the drafts of each request, at most `limits` ([B] int64); see `Arbiter.choose`.
+
+    The value of k passes is that of the drafts which would be chosen after them, by what all passes tell. So a pass is
+    worth what it tells, and never less than nothing but for the cut.
+    """
     for i in range(len(rows)):
         row, room = rows[i], limits[i]
         passes = offers.passes[row]
-        best, chain, size = _best_chain(offers, chances, price, row, 0, 0, ONE, room)
-        num_model = 0
-        chosen.values[i, 0] = best
-        if passes > 0 and not offers.is_blind:
-            # The model's first draft tells more of each chain, that one too which would have been taken without it.
-            if chain != NO_CHAIN:
-                chosen.values[i, 0] = _value_of_drafts(offers, chances, price, row, chain, passes, size)
-            best, chain, size = _best_chain(offers, chances, price, row, 0, passes, ONE, room)
-        survival, value = ONE, 0
-        for place in range(passes):
-            if place < room and survival > price:
-                survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
-                if survival > price:
-                    value += survival - price
-                    more, behind, tokens = 0, NO_CHAIN, 0
-                    if not offers.is_blind:
-                        more, behind, tokens = _best_chain(
-                            offers, chances, price, row, place + 1, passes, survival, room - place - 1
-                        )
-                    if value + more > best:
-                        best, chain, size, num_model = value + more, behind, tokens, place + 1
-            chosen.values[i, place + 1] = best
+        num_model, chain, size = 0, NO_CHAIN, 0
+        for k in range(passes + 1):
+            num_model, chain, size = _best_drafts(offers, chances, price, row, k, room)
+            known = k if offers.is_blind else passes
+            chosen.values[i, k] = _value_of_drafts(offers, chances, price, row, known, num_model, chain, size)
         if offers.is_blind and num_model > 0:
             # Only what stands behind all of the model's drafts may depend on them.
             survival = ONE

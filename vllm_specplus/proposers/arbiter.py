@@ -44,10 +44,10 @@ import numpy as np
 from vllm_specplus.proposers.history import History
 from vllm_specplus.sources import NGRAM, REFERENCE
 
-_ALLOWANCE = 2.0  # steps' time that a request may lose by the model before it gives it up
-_MOST_CREDIT = 4.0
-_COMMON_ALLOWANCE = 8.0
-_MOST_COMMON_CREDIT = 32.0
+_ALLOWANCE = 1.0  # steps' time that a request may lose by the model before it gives it up
+_MOST_CREDIT = 2.0
+_COMMON_ALLOWANCE = 4.0
+_MOST_COMMON_CREDIT = 16.0
 _INCOME_SHIFT = 6  # of each token's time, 1 / 64 pays for trying the model again
 
 

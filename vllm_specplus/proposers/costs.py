@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vllm_specplus.proposers.arbiter import Prices
 
-_PACE_MEMORY = 20  # steps; what is older counts less
+_YOUNG, _OLD = 8, 40  # steps that the pace remembers when a request has just begun, and at most
 _COST_MEMORY = 256
 _NUM_RECENT = 32
 _MOST_TIMES_MEDIAN = 3.0  # what took longer counts as this: a pause of the machine is no cost
@@ -28,17 +28,23 @@ class Costs:
 
 
 class Pace:
-    """How many tokens a unit of time brings, as it was lately."""
+    """How many tokens a unit of time brings, as it was lately. A new request may bring another pace."""
 
     def __init__(self) -> None:
         self._tokens = self._time = 0.0
+        self._memory = _YOUNG
+
+    def begin_request(self) -> None:
+        """Forget faster for some steps."""
+        self._memory = _YOUNG
 
     def add(self, num_tokens: int, time: float) -> None:
         """Add a step's tokens and the time that it took."""
         if self._time == 0:
             self._tokens, self._time = float(num_tokens), time
-        self._tokens += (num_tokens - self._tokens) / _PACE_MEMORY
-        self._time += (time - self._time) / _PACE_MEMORY
+        self._tokens += (num_tokens - self._tokens) / self._memory
+        self._time += (time - self._time) / self._memory
+        self._memory = min(self._memory + 1, _OLD)
 
     def prices(self, costs: Costs, num_reqs: int) -> Prices:
         """What slots and passes cost in tokens. Before the first step, each request is expected to get one token."""
