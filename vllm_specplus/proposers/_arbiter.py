@@ -27,8 +27,11 @@ DIFFERED = AGREED + NUM_LENGTHS
 CONTRARY = DIFFERED + NUM_LENGTHS
 COPIED = CONTRARY + NUM_SOURCES * NUM_LENGTHS
 NUM_KEYS = COPIED + NUM_SOURCES * NUM_LENGTHS
-PRIOR_TRIALS = 4
-MAX_TRIALS = 32  # then hits and trials are halved
+TRIAL = 1 << 8
+"""What a trial adds to the counts, which are halved to forget."""
+PRIOR_TRIALS = 4 * TRIAL
+MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
+MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
 MAX_GAIN_TRIALS = 64
 PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
 PRIOR_GAIN_TRIALS = 2
@@ -58,11 +61,17 @@ class Offers(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What is known of each key: [NUM_KEYS] int64 each. Chances are in units of 1 / ONE."""
+    """What is known of each key: [NUM_KEYS] int64 each.
 
+    new_hits, new_trials: of this step, which `update_chances` takes over. hits, trials: in units of 1 / TRIAL, as if
+    PRIOR_TRIALS had been seen before the first. misses: trials in a row without a hit. chances: in units of 1 / ONE.
+    """
+
+    new_hits: np.ndarray
+    new_trials: np.ndarray
     hits: np.ndarray
     trials: np.ndarray
-    prior: np.ndarray
+    misses: np.ndarray
     chances: np.ndarray
 
 
@@ -260,8 +269,7 @@ def judge(
     rows: np.ndarray,
     known: np.ndarray,
     offers: Offers,
-    hits: np.ndarray,
-    trials: np.ndarray,
+    table: Table,
 ) -> int:
     """Judge what was offered by the tokens that have come since; see `Arbiter.begin`.
 
@@ -271,7 +279,7 @@ def judge(
         rows: [B] int64.
         known: [R] int64, the tokens that there were when the offers were made; NO_OFFERS: there are none.
         offers: of the last step.
-        hits, trials: [NUM_KEYS] int64, changed in place.
+        table: takes the new hits and trials.
 
     Returns:
         How many tokens have come.
@@ -288,8 +296,8 @@ def judge(
         while right < min(passes, num_new):
             hit = offers.model[row, right] == token_ids[i, first + right]
             key = _model_key(offers, row, right, passes)
-            trials[key] += 1
-            hits[key] += hit
+            table.new_trials[key] += 1
+            table.new_hits[key] += hit
             if not hit:
                 break
             right += 1
@@ -303,8 +311,8 @@ def judge(
                 is_shared = n == 0 and start < passes and offers.chains[row, c, 0] == offers.model[row, start]
                 if not is_shared or offers.is_blind:
                     key = _chain_key(offers, row, c, n, passes)
-                    trials[key] += 1
-                    hits[key] += hit
+                    table.new_trials[key] += 1
+                    table.new_hits[key] += hit
                 if not hit:
                     break
     return total
@@ -312,13 +320,20 @@ def judge(
 
 @compiled()
 def update_chances(table: Table) -> None:
-    """Set the chances by hits and trials, of which the older count less."""
+    """Take this step's hits and trials over, forget some of the older ones, and set the chances."""
     for key in range(NUM_KEYS):
+        table.hits[key] += table.new_hits[key] * TRIAL
+        table.trials[key] += table.new_trials[key] * TRIAL
+        table.misses[key] = 0 if table.new_hits[key] else table.misses[key] + table.new_trials[key]
+        table.new_hits[key] = table.new_trials[key] = 0
+        if table.misses[key] >= MAX_MISSES:
+            table.misses[key] = 0
+            table.trials[key] >>= 1
+            table.hits[key] >>= 1
         while table.trials[key] >= MAX_TRIALS:
             table.trials[key] >>= 1
             table.hits[key] >>= 1
-        hits = table.hits[key] * ONE + table.prior[key] * PRIOR_TRIALS
-        table.chances[key] = hits // (table.trials[key] + PRIOR_TRIALS)
+        table.chances[key] = table.hits[key] * ONE // max(table.trials[key], 1)
 
 
 @compiled()
@@ -434,15 +449,18 @@ def begin(
     starts: np.ndarray,
     sources: np.ndarray,
     is_blind: bool,
+    new_hits: np.ndarray,
+    new_trials: np.ndarray,
     hits: np.ndarray,
     trials: np.ndarray,
-    prior: np.ndarray,
+    misses: np.ndarray,
     chances: np.ndarray,
 ) -> int:
     """Judge the last step's offers, take them away, and return how many tokens have come since."""
     offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
-    num_new = judge(token_ids, num_tokens, rows, known, offers, hits, trials)
-    update_chances(Table(hits, trials, prior, chances))
+    table = Table(new_hits, new_trials, hits, trials, misses, chances)
+    num_new = judge(token_ids, num_tokens, rows, known, offers, table)
+    update_chances(table)
     for row in rows:
         lengths[row] = 0
         passes[row] = 0
