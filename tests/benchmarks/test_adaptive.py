@@ -1,0 +1,47 @@
+"""The comparison of adaptive drafting with its parts: its requests and its goals; the engines are not run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import adaptive
+
+from vllm_specplus.config import resolve
+
+
+def result(way: str, *speeds: float, kind: str = "a JSON list") -> adaptive.Result:
+    return adaptive.Result(way, kind, 1, 0.0, list(speeds))
+
+
+def test_each_kind_has_a_prompt_for_each_request() -> None:
+    for texts in adaptive.prompts().values():
+        assert len(texts) == adaptive.MOST_REQUESTS
+        assert all(len(text) > 100 for text in texts)
+
+
+def test_configs_are_what_they_are_called() -> None:
+    options = {way: resolve(config).options for way, config in adaptive.CONFIGS.items() if config is not None}
+    assert {way for way, found in options.items() if found is not None and found.adaptive} == {
+        adaptive.ADAPTIVE,
+        adaptive.PREDICTED,
+    }
+    override = options["override"]
+    assert override is not None
+    assert override.match_override_len == 4
+
+
+@pytest.mark.parametrize(("speed", "met"), [(97.5, True), (96.0, False)])
+def test_the_goal_is_a_share_of_the_best_other_way(speed: float, met: bool) -> None:
+    (row,) = adaptive.goals(
+        [result("none", 50, 50), result("ngram", 100, 100), result(adaptive.ADAPTIVE, speed, speed)]
+    )
+    assert (row["best_other"], row["met"]) == ("ngram", met)
+    assert row["ratio"] == pytest.approx(speed / 100)
+
+
+def test_a_wrong_reference_is_compared_with_no_speculation() -> None:
+    group = [result("none", 100, kind=adaptive.WRONG), result(adaptive.PREDICTED, 96, kind=adaptive.WRONG)]
+    (row,) = adaptive.goals(group)
+    assert (row["limit"], row["met"]) == (0.95, True)
