@@ -5,7 +5,10 @@
 | `history` | `History`, `Match`, `Matcher`: the arguments, the results, and the protocol of matchers |
 | `ngram` | `NgramMatcher`: the request's own text, through an incremental index |
 | `suffix` | `SuffixMatcher`: the request's own text and past responses, through arctic-inference |
-| `hybrid` | `HybridDrafter`: a draft model's tokens joined with a matcher's |
+| `hybrid` | `HybridDrafter`: a draft model's tokens joined with a matcher's by a fixed rule |
+| `arbiter` | `Arbiter`: chooses among all sources what earns most, and how many passes the draft model makes |
+| `adaptive` | `AdaptiveDrafter`: asks the sources in each step, and the arbiter |
+| `costs` | `CostMeter`, `Pace`: what slots and passes cost, in the tokens that their time would bring |
 | `reference_text` | `ReferenceText`: text that a request's output is expected to resemble |
 """
 
