@@ -41,7 +41,7 @@ class Pair:
     def __init__(self, *, num_steps, width, sources, starts, is_blind, prior, seed):
         self.random = np.random.default_rng(seed)
         self.width, self.num_steps = width, num_steps
-        self.vocab_size = int(self.random.integers(1, 4))
+        self.vocab_size = int(self.random.choice([1, 2, 2, 3]))
         num_keys = (spec.NUM_KEYS,)
         prior = self.integers(0, ONE + 1, num_keys) if prior is None else np.full(num_keys, prior)
         self.kernels = make_state(
@@ -53,7 +53,9 @@ class Pair:
             prior=torch.from_numpy(prior.copy()),
             is_blind=is_blind,
         )
-        trials = self.random.choice([0, 1, spec.MAX_TRIALS - 1, *self.integers(0, spec.MAX_TRIALS, (3,))], num_keys)
+        # A large batch leaves several times as many trials as are kept.
+        counts = [0, 1, spec.MAX_TRIALS - 1, 9 * spec.MAX_TRIALS, *self.integers(0, spec.MAX_TRIALS, (3,))]
+        trials = self.random.choice(counts, num_keys)
         hits = self.integers(0, trials + 1, num_keys)
         chances = self.random.choice([0, ONE, *self.integers(0, ONE + 1, (9,))], num_keys)
         self.table = spec.Table(hits, trials, prior, chances)
@@ -69,10 +71,10 @@ class Pair:
             is_blind,
         )
         by_length = (spec.NUM_LENGTHS, num_steps)
-        trials = self.random.choice([0, spec.MAX_GAIN_TRIALS - 1, 5], by_length)
+        trials = self.random.choice([0, 5, spec.MAX_GAIN_TRIALS - 1, 9 * spec.MAX_GAIN_TRIALS], by_length)
         self.gains = spec.Gains(trials * self.integers(0, ONE, by_length), trials, np.zeros(spec.NUM_LENGTHS, np.int64))
         self.known = np.full(NUM_ROWS, spec.NO_OFFERS)
-        self.credits = self.random.choice([spec.ASLEEP, 0, 1, ONE, MOST_CREDIT], NUM_ROWS)
+        self.credits = self.random.choice([spec.ASLEEP, 0, ONE, MOST_CREDIT, MOST_CREDIT], NUM_ROWS)
         self.token_ids = self.integers(0, self.vocab_size, (NUM_ROWS, MAX_LEN), np.int32)
         self.num_tokens = self.random.choice([0, 1, 5], NUM_ROWS)
         self.limits = np.zeros(NUM_ROWS, np.int64)
@@ -110,7 +112,7 @@ class Pair:
         for row in range(NUM_ROWS):
             if self.random.random() < 0.1:
                 self.known[row] = spec.NO_OFFERS
-                self.credits[row] = self.random.choice([spec.ASLEEP, ONE])
+                self.credits[row] = self.random.choice([spec.ASLEEP, MOST_CREDIT])
                 self.num_tokens[row] = self.random.choice([0, 3])
             new = self.integers(0, self.vocab_size, (int(self.random.integers(0, self.width + 2)),), np.int32)
             if len(self.offers.starts) and self.random.random() < 0.8:
@@ -124,11 +126,11 @@ class Pair:
 
     def draw_offers(self, rows):
         """Offers to the rows of the batch, those of the model but to the ones that have not given it up."""
-        num_passes = self.random.integers(0, self.num_steps + 1)
+        num_passes = self.random.choice([self.num_steps, self.random.integers(0, self.num_steps + 1)])
         for row in rows:
             shape = self.offers.lengths[row].shape
             self.offers.lengths[row] = self.random.choice(
-                [0, 1, self.width, self.integers(0, self.width + 1, ())], shape
+                [0, 1, self.width, self.width, self.integers(0, self.width + 1, ())], shape
             )
             self.offers.agreed[row] = self.random.choice([0, 1, 6, 7, 36, 37, self.integers(0, 60, ())], shape)
             self.offers.chains[row] = self.integers(0, self.vocab_size, (*shape, self.width))
@@ -136,7 +138,7 @@ class Pair:
                 self.offers.passes[row] = num_passes
                 self.offers.model[row, :num_passes] = self.integers(0, self.vocab_size, (num_passes,))
         # Where the model's drafts are a chain's, the chain behind them often repeats it.
-        for row in rows[self.random.random(len(rows)) < 0.5]:
+        for row in rows[self.random.random(len(rows)) < 0.3]:
             for c, start in enumerate(self.offers.starts):
                 if start > 0:
                     other = self.random.integers(0, len(self.offers.starts))
@@ -204,7 +206,7 @@ class Pair:
 @st.composite
 def chains(draw, num_steps):
     """Sources and starts of all chains, as `AdaptiveDrafter` has them, or some of them in any order."""
-    matchers = draw(st.sampled_from([[NGRAM], [SUFFIX], [NGRAM, SUFFIX], [NGRAM, NGRAM]]))
+    matchers = draw(st.sampled_from([[NGRAM], [NGRAM, SUFFIX], [NGRAM, SUFFIX], [NGRAM, NGRAM]]))
     named = [(source, start) for start in range(num_steps + 1) for source in matchers] + [(REFERENCE, 0)]
     if draw(st.booleans()):
         named = draw(st.permutations(named))[: draw(st.integers(0, len(named)))]
@@ -224,7 +226,7 @@ def cases(draw):
         "is_blind": draw(st.booleans()),
         "prior": draw(st.sampled_from([None, None, 0, ONE])),
         "seed": draw(st.integers(0, 2**32)),
-        "batch_sizes": draw(st.lists(st.integers(1, 5), min_size=2, max_size=4)),
+        "batch_sizes": draw(st.lists(st.integers(1, 5), min_size=2, max_size=3)),
         "prices": [draw(prices), draw(prices), draw(prices | st.just(2**36))],
         "block_reqs": draw(st.sampled_from([2, 8])),
     }
@@ -244,7 +246,7 @@ WIDE = {
 }
 
 
-@settings(max_examples=150)
+@settings(max_examples=140)
 @given(cases())
 @example(WIDE)
 def test_equals_the_specification(case):
@@ -404,10 +406,9 @@ def compile_ahead_of_time():
     for module, name in KERNELS:
         setattr(module, name, AheadOfTime(getattr(module, name)))
     for options in (
-        {"num_steps": 3, "width": 24, "num_chains": 9},
-        {"num_steps": 1, "width": 1, "num_chains": 1, "is_blind": True, "idx_mapping": torch.arange(2)},
+        {"num_steps": 3, "width": 8, "num_chains": 7},
+        {"num_steps": 1, "width": 1, "num_chains": 0, "is_blind": True, "idx_mapping": torch.arange(2)},
         {"num_steps": 0, "num_chains": 2},
-        {"num_steps": 2, "num_chains": 0},
     ):
         for function, call in arguments(**options).items():
             function(**call)
@@ -416,4 +417,4 @@ def compile_ahead_of_time():
 
 def test_kernels_compile_for_a_gpu(tmp_path):
     code = "from tests.kernels import test_arbiter; test_arbiter.compile_ahead_of_time()"
-    assert "compiled 4 4 4 3" in run_without_interpreter(code, tmp_path)
+    assert "compiled 3 3 3 2" in run_without_interpreter(code, tmp_path)

@@ -112,6 +112,7 @@ def _settle_kernel(
         profit = _divide(profit * ONE, step_price)
         total += tl.sum(profit, axis=0)
         credits = tl.minimum(credits + profit, MOST_CREDIT)
+        tl.debug_barrier()  # other threads of this program may still read the same credits
         tl.store(credits_ptr + rows, tl.where(credits >= 0, credits, ASLEEP), mask=is_awake)
 
         is_class = _classes_of_histories(offers, rows, is_awake, sizes)[:, None] == classes[None, :]

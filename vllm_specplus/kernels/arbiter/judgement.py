@@ -103,7 +103,7 @@ def _judge_kernel(
         keys = tl.where(slots == 0, first_keys(chains, sizes)[:, None], keys)
     _count(table, keys, is_judged, is_hit)
 
-    tl.debug_barrier()  # all threads have read what is now taken away
+    tl.debug_barrier()  # other threads of this program may still read what is now taken away
     tl.store(offers.lengths + row * sizes.NUM_CHAINS + which, tl.zeros_like(which), mask=which < sizes.NUM_CHAINS)
     tl.store(offers.passes + row, 0)
 

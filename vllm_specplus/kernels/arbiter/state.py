@@ -59,6 +59,7 @@ class Gains(NamedTuple):
 class State(NamedTuple):
     """All that lasts from step to step. Tensors are contiguous; see `make_state`.
 
+    offers: written by the sources between `judge_and_update` and `choose`.
     known: [R] int64, the tokens that there were when the offers were made; NO_OFFERS: there are none.
     credits: [R] int64 in the time of a step; ASLEEP for a request that has given the draft model up.
     """
@@ -98,7 +99,7 @@ def make_state(
 ) -> State:
     """The state of an arbiter that knows nothing yet, on the device of `prior`; the arguments are those of `Arbiter`.
 
-    A new request needs its row's `known` set to NO_OFFERS and its row's `credits` to what it may spend.
+    A new request needs its row's `known` set to NO_OFFERS, and its row's `credits` to what it may spend or to ASLEEP.
 
     Args:
         max_num_reqs: R.
