@@ -22,7 +22,8 @@ append      the draft model's drafts, then a match that goes on from them (FastD
 override    the same; a match of 4 tokens or more replaces the model's drafts (TensorRT-LLM)
 reference   what the request's reference says, walked (`sp_edit` 1); traces without one are left out
 adaptive    what the arbiter chooses among all of these; it learns from trace to trace, in the file's order
-hindsight   for each step the best of these, the best cut and the fewest passes: no drafter can do better
+hindsight   for each step the best of these, and of a match behind each number of the model's drafts, with the best cut
+            and the fewest passes: no drafter can do better
 ==========  ============================================================================================
 
 The drafts are made by the product's own matchers. A replay that gives another text than the output ends the run.
@@ -298,6 +299,7 @@ def replay_adaptive(traces: Sequence[Trace], matchers: dict[int, Matcher], setti
             choice = drafter.draft(history, limit, model_drafts)
             return choice.token_ids[0, : choice.num_drafts[0]].tolist(), passes
 
+        pace.begin_request(1)
         results.append(replay(trace, draft, setting, pace))
         drafter.retain([])
     return results
@@ -373,8 +375,25 @@ def rows_of(
     best: list[tuple[int, float] | None] = []
     for i, trace in enumerate(traces):
         found = [(drafts, needs[way]) for way in needs if (drafts := offers[way][i]) is not None]
+        found += spliced(trace, matchers, setting)
         best.append(best_in_hindsight(trace, found, setting))
     return rows + summed("hindsight", passes, setting, traces, best)
+
+
+def spliced(trace: Trace, matchers: dict[int, Matcher], setting: Setting) -> list[tuple[Drafts, int | None]]:
+    """What each matcher drafts behind each number of the model's drafts, with the passes that it needs."""
+    known, limit = list(histories(trace)), np.array([setting.window])
+    found: list[tuple[Drafts, int | None]] = []
+    for matcher in matchers.values():
+        for passes in range(1, setting.passes + 1):
+            lists = [
+                [*row[:passes], *matcher.match(known[position], np.array([row[:passes]]), limit).to_lists()[0]]
+                if len(row) >= passes
+                else []
+                for position, row in enumerate(trace.drafts)
+            ]
+            found.append(([row[: setting.window] for row in lists], passes))
+    return found
 
 
 def summed(

@@ -75,6 +75,7 @@ def test_what_is_printed_is_what_something_reads(capsys: pytest.CaptureFixture[s
         "max_ngram_size",
         "min_ngram_size",
         "match_override_len",
+        "adaptive",
         "verify_strategy",
     ]
     assert main(["check", '{"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "topp"}']) == 0

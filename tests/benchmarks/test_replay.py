@@ -38,7 +38,11 @@ def test_steps_and_costs(tmp_path: Path) -> None:
     reference = {"reference": PERIOD * 4, "name": "two", "kind": "cited"}
     settings = ("--passes", "2", "--window", "4", "--draft-cost", ".1", "--slot-cost", ".05")
     found = rows(tmp_path, [trace(), trace(**reference)], *settings)
-    one = {way: row for (way, kind, passes), row in found.items() if kind == "period" and (way, passes) != ("model", 2)}
+    one = {
+        way: row
+        for (way, kind, passes), row in found.items()
+        if kind == "period" and (way, passes) != ("model", 2) and way != "adaptive"
+    }
     steps = {way: 19 / row["tokens_per_step"] for way, row in one.items()}
     # One draft of the model's is right, and four of a match. What is joined behind the wrong one is lost.
     assert steps == pytest.approx(
@@ -52,6 +56,23 @@ def test_steps_and_costs(tmp_path: Path) -> None:
     assert ("reference", "period", 0) not in found
     assert found["model", "all", 2]["tokens_per_step"] == pytest.approx(19 / 10)
     assert all(row["speed"] <= found["hindsight", kind, 2]["speed"] + 1e-9 for (_, kind, _), row in found.items())
+
+
+def test_adaptive_learns_which_way_pays(tmp_path: Path) -> None:
+    """Of forty texts alike, with a useless draft model, the last ones come nearly at the speed of the match alone."""
+    output = PERIOD * 30
+    drafts = [[99, 99]] * len(output)
+    traces = [trace(name=f"t{i}", output=output, drafts=drafts) for i in range(40)]
+    found = rows(tmp_path, traces, "--passes", "2", "--window", "8", "--draft-cost", ".3", "--slot-cost", ".02")
+    speed = {way: row["speed"] for (way, kind, _), row in found.items() if kind == "all"}
+    assert 0.97 * speed["ngram"] < speed["adaptive"] <= speed["hindsight"]
+    assert speed["append"] < 0.5 * speed["ngram"]
+
+
+def test_two_traces_of_one_name(tmp_path: Path) -> None:
+    other = trace(output=[9, 8, 7, 6, 5] * 4, drafts=[[1, 1]] * 20)
+    found = rows(tmp_path, [trace(), other], "--passes", "1", "--window", "4")
+    assert found["adaptive", "all", 1]["tokens_per_step"] > 1
 
 
 def test_several_values_are_taken(tmp_path: Path) -> None:

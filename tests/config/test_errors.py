@@ -128,6 +128,8 @@ def test_several_wrong_values_have_a_line_each() -> None:
         ),
         ({**MTP, "match_override_len": 4}, ["match_override_len=4", "mtp_strategy"]),
         ({**NGRAM, "match_override_len": 4}, ["match_override_len=4", "mtp_strategy"]),
+        ({**HYBRID, "match_override_len": 4, "adaptive": True}, ["adaptive=true", "match_override_len=4", "only one"]),
+        ({**MTP, "adaptive": True}, ["adaptive=true", 'method="mtp"', "with_suffix", "naive"]),
         (
             {**HYBRID, "mtp_strategy": "with_suffix", "match_override_len": 24},
             ["match_override_len=24", "suffix_decoding_max_tree_depth (24)"],

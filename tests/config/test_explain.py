@@ -11,7 +11,8 @@ from vllm_specplus.config.explain import explain
 
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
 TOPP = MTP | {"verify_strategy": "topp"}
-ALL_STEPS = HYBRID | {"num_model_steps": 4}
+APPEND = HYBRID | {"adaptive": False}
+ALL_STEPS = APPEND | {"num_model_steps": 4}
 NAIVE = {"method": "naive"}
 NAIVE_TOPP = NAIVE | {"verify_strategy": "topp"}
 ACCEPT_ALL = {"accept_policy": "accept_all"}
@@ -32,7 +33,7 @@ def sentence(config: dict[str, Any], key: str) -> str:
     ("config", "key", "says"),
     [
         (MTP, "method", "is run by vLLM alone: the model's own MTP head drafts."),
-        (HYBRID, "method", "fills the first slot of a request"),
+        (APPEND, "method", "fills the first slot of a request"),
         (NGRAM | {"max_ngram_size": 3}, "method", "an earlier match of the text's last tokens"),
         ({"method": "naive"}, "method", "drafts nothing."),
         ({"method": "naive", "num_speculative_tokens": 3}, "method", "reference text alone."),
@@ -40,15 +41,22 @@ def sentence(config: dict[str, Any], key: str) -> str:
         (HYBRID, "num_speculative_tokens", "up to 4 slots"),
         ({"method": "naive", "num_speculative_tokens": 0}, "num_speculative_tokens", "no slot"),
         (
-            HYBRID | {"num_model_steps": 2},
+            APPEND | {"num_model_steps": 2},
             "num_model_steps",
             "runs the draft model 2 times a step, which fills the first 2 slots.",
         ),
         (MTP | {"num_model_steps": 4}, "num_model_steps", "makes anyway."),
-        (HYBRID, "mtp_strategy", "after the model's 1 from matches in the request's own text."),
+        (APPEND, "mtp_strategy", "after the model's 1 from matches in the request's own text."),
         (MTP | {"mtp_strategy": "with_suffix"}, "mtp_strategy", "suffix trees"),
         (MTP | {"mtp_strategy": "default"}, "mtp_strategy", "as without this key."),
-        (MTP | {"draft_strategy": "with_ngram"}, "draft_strategy", "is a synonym of mtp_strategy, which fills"),
+        (MTP | {"draft_strategy": "with_ngram"}, "draft_strategy", "is a synonym of mtp_strategy, which offers"),
+        (HYBRID, "method", "chooses the drafter: the model's own MTP head drafts."),
+        (HYBRID, "mtp_strategy", "offers drafts from matches in the request's own text beside the model's."),
+        (HYBRID | {"num_model_steps": 2}, "num_model_steps", "runs the draft model at most 2 times a step."),
+        (HYBRID | {"adaptive": True}, "adaptive", "what earns most tokens for its time"),
+        (HYBRID | {"adaptive": False}, "adaptive", "appends matches to the model's drafts."),
+        (NGRAM | {"adaptive": False, "max_ngram_size": 3}, "adaptive", "fills as many slots as it can."),
+        (HYBRID | {"match_override_len": 2, "adaptive": False}, "adaptive", "has no effect"),
         (HYBRID | {"max_ngram_size": 7}, "max_ngram_size", "the last 7 tokens of the text."),
         (HYBRID | {"prompt_lookup_min": 3}, "prompt_lookup_min", "no match of fewer than 3 tokens."),
         (MTP | {"prompt_lookup_min": 3}, "prompt_lookup_min", "has no effect in this configuration."),
@@ -111,7 +119,7 @@ def sentence(config: dict[str, Any], key: str) -> str:
         (MTP | {"num_speculative_tokens": 1}, "num_speculative_tokens", "each request 1 slot for"),
         (MTP | {"num_speculative_tokens": "1"}, "num_speculative_tokens", "each request 1 slot for"),
         (NAIVE | {"num_speculative_tokens": 1}, "num_speculative_tokens", "up to 1 slot for"),
-        (HYBRID | {"num_model_steps": 1}, "num_model_steps", "model once a step, which fills the first slot."),
+        (APPEND | {"num_model_steps": 1}, "num_model_steps", "model once a step, which fills the first slot."),
         (HYBRID | {"max_ngram_size": 1}, "max_ngram_size", "the last 1 token of"),
         (HYBRID | {"min_ngram_size": 1}, "min_ngram_size", "fewer than 1 token."),
         (HYBRID | {"match_override_len": 1}, "match_override_len", "a match of at least 1 token in"),

@@ -54,7 +54,7 @@ def test_stock_config_comes_back_as_given(config: dict[str, Any]) -> None:
 def test_hybrid_defaults() -> None:
     found = options(HYBRID)
     assert found == SpecPlusOptions(
-        method="mtp", num_speculative_tokens=4, num_model_steps=1, mtp_strategy="with_ngram"
+        method="mtp", num_speculative_tokens=4, num_model_steps=1, mtp_strategy="with_ngram", adaptive=True
     )
     assert (found.max_ngram_size, found.min_ngram_size, found.match_override_len) == (5, 2, 0)
     assert found.verify_strategy is None
@@ -74,6 +74,7 @@ WITH_EACH_KEY = pytest.mark.parametrize(
         ("max_ngram_size", 9, HYBRID),
         ("min_ngram_size", 4, HYBRID),
         ("match_override_len", 4, HYBRID),
+        ("adaptive", False, HYBRID),
         ("suffix_decoding_max_tree_depth", 7, {**MTP, "mtp_strategy": "with_suffix"}),
         ("suffix_decoding_max_cached_requests", -1, {**MTP, "mtp_strategy": "with_suffix"}),
         ("suffix_decoding_max_spec_factor", 2.5, {**MTP, "mtp_strategy": "with_suffix"}),
@@ -215,10 +216,30 @@ def test_naive() -> None:
 )
 def test_naive_takes_any_number_as_the_width_of_references(tokens: int, width: int, note: str) -> None:
     resolved = resolve({"method": "naive", "num_speculative_tokens": tokens})
-    assert resolved.options == SpecPlusOptions(method="naive", num_speculative_tokens=width)
+    assert resolved.options == SpecPlusOptions(method="naive", num_speculative_tokens=width, adaptive=width > 0)
     assert resolved.vllm == {"method": "naive"}
     assert len(resolved.notes) == 1
     assert note in resolved.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "adaptive"),
+    [
+        (HYBRID, True),
+        (HYBRID | {"mtp_strategy": "with_suffix"}, True),
+        (HYBRID | {"adaptive": False}, False),
+        (HYBRID | {"match_override_len": 4}, False),
+        (NGRAM | {"max_ngram_size": 4}, False),
+        (NGRAM | {"adaptive": True}, True),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, False),
+        ({"method": "suffix", "adaptive": True}, True),
+        ({"method": "naive"}, False),
+        ({"method": "naive", "num_speculative_tokens": 4}, True),
+        ({"method": "naive", "num_speculative_tokens": 4, "adaptive": False}, False),
+    ],
+)
+def test_what_is_adaptive(config: dict[str, Any], adaptive: bool) -> None:
+    assert options(config).adaptive is adaptive
 
 
 def test_naive_does_not_use_a_model() -> None:
@@ -261,7 +282,7 @@ def test_suffix_defaults_are_vllms() -> None:
         ({**MTP, "verify_strategy": "topp"}, "lossy"),
         ({**MTP, "verify_strategy": "greedy"}, "lossy: it emits the argmax"),
         ({**MTP, "accept_policy": "accept_all"}, "debugging"),
-        ({**HYBRID, "num_model_steps": 4}, "leaves no slot"),
+        ({**HYBRID, "num_model_steps": 4, "adaptive": False}, "leaves no slot"),
         ({**MTP, "verify_strategy": "topp", "verify_window": 4}, "never acts"),
         ({**HYBRID, "quantization": "mine"}, "a plugin of vLLM's must register it"),
     ],

@@ -27,7 +27,8 @@ _TEXTS = (
 # The tiny models' tokens are bytes.
 PROMPTS = [list(text.encode()) for text in _TEXTS]
 
-# Every way of drafting, by the name of its test. `draft` in a model's path stands for the folder of the draft model.
+# Every fixed way of drafting, by the name of its test; test_adaptive.py has those that choose.
+# `draft` in a model's path stands for the folder of the draft model.
 PROPOSERS: dict[str, dict[str, Any]] = {
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
     "mtp_ngram": {
@@ -35,6 +36,7 @@ PROPOSERS: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 5,
         "num_model_steps": 2,
         "mtp_strategy": "with_ngram",
+        "adaptive": False,
     },
     "mtp_ngram_override": {
         "method": "mtp",
@@ -42,13 +44,14 @@ PROPOSERS: dict[str, dict[str, Any]] = {
         "mtp_strategy": "with_ngram",
         "match_override_len": 4,
     },
-    "mtp_suffix": {"method": "mtp", "num_speculative_tokens": 6, "mtp_strategy": "with_suffix"},
+    "mtp_suffix": {"method": "mtp", "num_speculative_tokens": 6, "mtp_strategy": "with_suffix", "adaptive": False},
     "draft_model_ngram": {
         "method": "draft_model",
         "model": "draft",
         "num_speculative_tokens": 4,
         "num_model_steps": 2,
         "mtp_strategy": "with_ngram",
+        "adaptive": False,
     },
     "eagle_ngram": {
         "method": "eagle",
@@ -56,6 +59,7 @@ PROPOSERS: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 4,
         "num_model_steps": 2,
         "mtp_strategy": "with_ngram",
+        "adaptive": False,
     },
     "ngram": {
         "method": "ngram",

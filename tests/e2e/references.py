@@ -13,7 +13,7 @@ DRAFTING = PROPOSERS.keys() - {"mtp"}
 
 def config_of(proposer: str, draft: Path, **more: Any) -> dict[str, Any]:
     """The config of `speculative`; where only references draft, with slots for them."""
-    slots = {"num_speculative_tokens": 12} if proposer == "naive" else {}
+    slots = {"num_speculative_tokens": 12, "adaptive": False} if proposer == "naive" else {}
     return speculative(proposer, draft, **slots, **more)
 
 

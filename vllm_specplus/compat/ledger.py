@@ -169,9 +169,21 @@ REQUEST_SEAMS = (
         "scheduled_new_reqs finished_req_ids preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens",
         "read: requests that begin and end, and the drafts to verify",
     ),
+    *_members(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        "scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens",
+        "read: the tokens of a step, whose time is taken",
+    ),
     *_members("vllm.v1.core.sched.output", "NewRequestData", "req_id sampling_params", "read: a request's options"),
     *_members("vllm.v1.outputs", "ModelRunnerOutput", "req_ids sampled_token_ids", "read: the accepted drafts"),
-    Seam("vllm.distributed.parallel_state", "get_tp_group", "called: only one of several workers writes to the log"),
+    Seam("vllm.distributed.parallel_state", "get_tp_group", "called: one of several workers logs and sets the prices"),
+    Seam(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.broadcast_object",
+        "called: the first worker's prices go to the others",
+        ("obj",),
+    ),
 )
 
 ENDPOINT_SEAMS = (

@@ -120,7 +120,7 @@ def _method(config: _Config, value: Any) -> str:
     by = _METHODS.get(method, f"vLLM's drafter of that name drafts (method {method})")
     if options is None:
         return f"is run by vLLM alone: {by}"
-    if options.is_hybrid:
+    if options.is_hybrid and not options.adaptive:
         return f"fills {_model_slots(options)} of a request: {by}"
     return f"chooses the drafter: {by}"
 
@@ -140,6 +140,8 @@ def _steps(config: _Config, value: Any) -> str:
     if config.options is None or not config.options.is_hybrid:
         return "is the number of passes that vLLM's drafter makes anyway"
     times = "once" if value == 1 else f"{value} times"
+    if config.options.adaptive:
+        return f"runs the draft model at most {times} a step"
     return f"runs the draft model {times} a step, which fills {_model_slots(config.options)}"
 
 
@@ -147,6 +149,8 @@ def _strategy(config: _Config, value: Any) -> str:
     options, source = config.options, _HISTORY_SOURCES.get(value)
     if options is None or not options.is_hybrid:
         return "leaves the slots to vLLM's drafter, as without this key"
+    if options.adaptive:
+        return f"offers drafts from {source} beside the model's"
     if options.num_model_steps != options.num_speculative_tokens:
         return f"fills the slots after the model's {options.num_model_steps} from {source}"
     if options.match_override_len:

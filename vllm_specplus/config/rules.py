@@ -289,7 +289,8 @@ def effect_warnings(parsed: ParsedConfig) -> list[str]:
         lines.append(f"{setting('verify_strategy', strategy)} is lossy: {loss}")
     if keys.accept_policy == "accept_all":
         lines.append('accept_policy="accept_all" is for debugging: the drafts are the output')
-    if parsed.is_hybrid and parsed.num_model_steps == tokens and not keys.match_override_len:
+    has_fixed_slots = not keys.match_override_len and not is_adaptive(parsed, tokens)
+    if parsed.is_hybrid and parsed.num_model_steps == tokens and has_fixed_slots:
         lines.append(
             f"num_model_steps={tokens} leaves no slot for {parsed.setting('mtp_strategy')}: "
             "set num_speculative_tokens to a larger number"

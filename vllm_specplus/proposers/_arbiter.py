@@ -27,8 +27,11 @@ DIFFERED = AGREED + NUM_LENGTHS
 CONTRARY = DIFFERED + NUM_LENGTHS
 COPIED = CONTRARY + NUM_SOURCES * NUM_LENGTHS
 NUM_KEYS = COPIED + NUM_SOURCES * NUM_LENGTHS
-PRIOR_TRIALS = 4
-MAX_TRIALS = 32  # then hits and trials are halved
+TRIAL = 1 << 8
+"""What a trial adds to the counts, which are halved to forget."""
+PRIOR_TRIALS = 4 * TRIAL
+MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
+MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
 MAX_GAIN_TRIALS = 64
 PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
 PRIOR_GAIN_TRIALS = 2
@@ -58,11 +61,17 @@ class Offers(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What is known of each key: [NUM_KEYS] int64 each. Chances are in units of 1 / ONE."""
+    """What is known of each key: [NUM_KEYS] int64 each.
 
+    new_hits, new_trials: of this step, which `update_chances` takes over. hits, trials: in units of 1 / TRIAL, as if
+    PRIOR_TRIALS had been seen before the first. misses: trials in a row without a hit. chances: in units of 1 / ONE.
+    """
+
+    new_hits: np.ndarray
+    new_trials: np.ndarray
     hits: np.ndarray
     trials: np.ndarray
-    prior: np.ndarray
+    misses: np.ndarray
     chances: np.ndarray
 
 
@@ -92,17 +101,14 @@ class Gains(NamedTuple):
     steps_since_all: np.ndarray
 
 
+# The classes of agreements: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more.
+_LENGTH_CLASS = np.searchsorted([1, 2, 3, 4, 5, 6, 7, 9, 13, 21, 37], np.arange(38), side="right")
+
+
 @compiled()
 def length_class(length: int) -> int:
-    """The class of an agreement: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more."""
-    if length <= 6:
-        return length
-    which, last, size = 7, 8, 4
-    while which < NUM_LENGTHS - 1 and length > last:
-        last += size
-        size *= 2
-        which += 1
-    return which
+    """The class of an agreement of some tokens."""
+    return _LENGTH_CLASS[min(length, len(_LENGTH_CLASS) - 1)]
 
 
 @compiled()
@@ -159,16 +165,6 @@ def _value_of_chain(
 
 
 @compiled()
-def _value_of_drafts(offers: Offers, chances: np.ndarray, price: int, row: int, c: int, passes: int, size: int) -> int:
-    """The value of the first tokens of a chain from the start, worth their slots or not."""
-    survival, value = ONE, 0
-    for n in range(size):
-        survival = survival * chances[_chain_key(offers, row, c, n, passes)] >> SHIFT
-        value += survival - price
-    return value
-
-
-@compiled()
 def _best_chain(
     offers: Offers, chances: np.ndarray, price: int, row: int, start: int, passes: int, survival: int, room: int
 ) -> tuple[int, int, int]:
@@ -183,35 +179,59 @@ def _best_chain(
 
 
 @compiled()
+def _best_drafts(
+    offers: Offers, chances: np.ndarray, price: int, row: int, passes: int, room: int
+) -> tuple[int, int, int]:
+    """The best drafts by what some passes tell: how many of the model's, the chain or NO_CHAIN, and its tokens."""
+    best, chain, size = _best_chain(offers, chances, price, row, 0, passes, ONE, room)
+    num_model, survival, value = 0, ONE, 0
+    for place in range(min(passes, room)):
+        survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
+        if survival <= price:
+            break
+        value += survival - price
+        more, behind, tokens = 0, NO_CHAIN, 0
+        if not offers.is_blind:
+            more, behind, tokens = _best_chain(
+                offers, chances, price, row, place + 1, passes, survival, room - place - 1
+            )
+        if value + more > best:
+            best, chain, size, num_model = value + more, behind, tokens, place + 1
+    return num_model, chain, size
+
+
+@compiled()
+def _value_of_drafts(
+    offers: Offers, chances: np.ndarray, price: int, row: int, passes: int, num_model: int, chain: int, size: int
+) -> int:
+    """The value of some drafts, worth their slots or not, by all that is known after some passes."""
+    survival, value = ONE, 0
+    for place in range(num_model):
+        survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
+        value += survival - price
+    for n in range(size):
+        survival = survival * chances[_chain_key(offers, row, chain, n, passes)] >> SHIFT
+        value += survival - price
+    return value
+
+
+@compiled()
 def choose(
     rows: np.ndarray, limits: np.ndarray, offers: Offers, chances: np.ndarray, price: int, chosen: Chosen
 ) -> None:
-    """Choose the drafts of each request, at most `limits` ([B] int64); see `Arbiter.choose`."""
+    """Choose the drafts of each request, at most `limits` ([B] int64); see `Arbiter.choose`.
+
+    The value of k passes is that of the drafts which would be chosen after them, by what all passes tell. So a pass is
+    worth what it tells, and never less than nothing but for the cut.
+    """
     for i in range(len(rows)):
         row, room = rows[i], limits[i]
         passes = offers.passes[row]
-        best, chain, size = _best_chain(offers, chances, price, row, 0, 0, ONE, room)
-        num_model = 0
-        chosen.values[i, 0] = best
-        if passes > 0 and not offers.is_blind:
-            # The model's first draft tells more of each chain, that one too which would have been taken without it.
-            if chain != NO_CHAIN:
-                chosen.values[i, 0] = _value_of_drafts(offers, chances, price, row, chain, passes, size)
-            best, chain, size = _best_chain(offers, chances, price, row, 0, passes, ONE, room)
-        survival, value = ONE, 0
-        for place in range(passes):
-            if place < room and survival > price:
-                survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
-                if survival > price:
-                    value += survival - price
-                    more, behind, tokens = 0, NO_CHAIN, 0
-                    if not offers.is_blind:
-                        more, behind, tokens = _best_chain(
-                            offers, chances, price, row, place + 1, passes, survival, room - place - 1
-                        )
-                    if value + more > best:
-                        best, chain, size, num_model = value + more, behind, tokens, place + 1
-            chosen.values[i, place + 1] = best
+        num_model, chain, size = 0, NO_CHAIN, 0
+        for k in range(passes + 1):
+            num_model, chain, size = _best_drafts(offers, chances, price, row, k, room)
+            known = k if offers.is_blind else passes
+            chosen.values[i, k] = _value_of_drafts(offers, chances, price, row, known, num_model, chain, size)
         if offers.is_blind and num_model > 0:
             # Only what stands behind all of the model's drafts may depend on them.
             survival = ONE
@@ -249,8 +269,7 @@ def judge(
     rows: np.ndarray,
     known: np.ndarray,
     offers: Offers,
-    hits: np.ndarray,
-    trials: np.ndarray,
+    table: Table,
 ) -> int:
     """Judge what was offered by the tokens that have come since; see `Arbiter.begin`.
 
@@ -260,7 +279,7 @@ def judge(
         rows: [B] int64.
         known: [R] int64, the tokens that there were when the offers were made; NO_OFFERS: there are none.
         offers: of the last step.
-        hits, trials: [NUM_KEYS] int64, changed in place.
+        table: takes the new hits and trials.
 
     Returns:
         How many tokens have come.
@@ -277,8 +296,8 @@ def judge(
         while right < min(passes, num_new):
             hit = offers.model[row, right] == token_ids[i, first + right]
             key = _model_key(offers, row, right, passes)
-            trials[key] += 1
-            hits[key] += hit
+            table.new_trials[key] += 1
+            table.new_hits[key] += hit
             if not hit:
                 break
             right += 1
@@ -292,8 +311,8 @@ def judge(
                 is_shared = n == 0 and start < passes and offers.chains[row, c, 0] == offers.model[row, start]
                 if not is_shared or offers.is_blind:
                     key = _chain_key(offers, row, c, n, passes)
-                    trials[key] += 1
-                    hits[key] += hit
+                    table.new_trials[key] += 1
+                    table.new_hits[key] += hit
                 if not hit:
                     break
     return total
@@ -301,13 +320,20 @@ def judge(
 
 @compiled()
 def update_chances(table: Table) -> None:
-    """Set the chances by hits and trials, of which the older count less."""
+    """Take this step's hits and trials over, forget some of the older ones, and set the chances."""
     for key in range(NUM_KEYS):
+        table.hits[key] += table.new_hits[key] * TRIAL
+        table.trials[key] += table.new_trials[key] * TRIAL
+        table.misses[key] = 0 if table.new_hits[key] else table.misses[key] + table.new_trials[key]
+        table.new_hits[key] = table.new_trials[key] = 0
+        if table.misses[key] >= MAX_MISSES:
+            table.misses[key] = 0
+            table.trials[key] >>= 1
+            table.hits[key] >>= 1
         while table.trials[key] >= MAX_TRIALS:
             table.trials[key] >>= 1
             table.hits[key] >>= 1
-        hits = table.hits[key] * ONE + table.prior[key] * PRIOR_TRIALS
-        table.chances[key] = hits // (table.trials[key] + PRIOR_TRIALS)
+        table.chances[key] = table.hits[key] * ONE // max(table.trials[key], 1)
 
 
 @compiled()
@@ -426,15 +452,18 @@ def begin(
     starts: np.ndarray,
     sources: np.ndarray,
     is_blind: bool,
+    new_hits: np.ndarray,
+    new_trials: np.ndarray,
     hits: np.ndarray,
     trials: np.ndarray,
-    prior: np.ndarray,
+    misses: np.ndarray,
     chances: np.ndarray,
 ) -> int:
     """Judge the last step's offers, take them away, and return how many tokens have come since."""
     offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
-    num_new = judge(token_ids, num_tokens, rows, known, offers, hits, trials)
-    update_chances(Table(hits, trials, prior, chances))
+    table = Table(new_hits, new_trials, hits, trials, misses, chances)
+    num_new = judge(token_ids, num_tokens, rows, known, offers, table)
+    update_chances(table)
     for row in rows:
         lengths[row] = 0
         passes[row] = 0

@@ -22,7 +22,7 @@ key          the draft
 ===========  ==========================================================================================
 
 An agreement grows by one with each token of a chain, so one table serves first and later tokens. All requests share it,
-and the older of its trials count less.
+and the older of its trials count less. Four misses in a row halve what was known: the source may have turned.
 
 Passes of the draft model are bought in the same way. What the k-th pass adds to the best chain's value is averaged, by
 the agreement that speaks for the history. Where it adds less than it costs, it is left out. The first pass also fills
@@ -44,10 +44,11 @@ import numpy as np
 from vllm_specplus.proposers.history import History
 from vllm_specplus.sources import NGRAM, REFERENCE
 
-_ALLOWANCE = 2.0  # steps' time that a request may lose by the model before it gives it up
-_MOST_CREDIT = 4.0
-_COMMON_ALLOWANCE = 8.0
-_MOST_COMMON_CREDIT = 32.0
+_ALLOWANCE = 1.0  # steps' time that a request may lose by the model before it gives it up
+_MOST_CREDIT = 8.0
+_COMMON_ALLOWANCE = 4.0
+_MOST_COMMON_CREDIT = 16.0
+_COMMON_SHARE_SHIFT = 3  # of the common credit, 1 / 8 comes to each request's allowance
 _INCOME_SHIFT = 6  # of each token's time, 1 / 64 pays for trying the model again
 
 
@@ -119,8 +120,10 @@ class Arbiter:
         self._compiled = _arbiter
         self.num_model_steps = num_model_steps
         self.num_speculative_tokens = num_speculative_tokens
-        prior = _prior_chances(_arbiter)
-        self.table = _arbiter.Table(np.zeros_like(prior), np.zeros_like(prior), prior, prior.copy())
+        chances = _prior_chances(_arbiter)
+        new_hits, new_trials, misses = (np.zeros_like(chances) for _ in range(3))
+        trials = np.full_like(chances, _arbiter.PRIOR_TRIALS)
+        self.table = _arbiter.Table(new_hits, new_trials, chances * trials // _arbiter.ONE, trials, misses, chances)
         num_chains = len(sources)
         self._offers = _arbiter.Offers(
             model=np.zeros((max_num_reqs, num_model_steps), np.int32),
@@ -257,9 +260,11 @@ class Arbiter:
                 )
             row = known[req_id] = self._free_rows.pop()
             self._known[row] = self._compiled.NO_OFFERS
-            has_model = self.num_model_steps > 0 and self._common_credit > 0
-            allowance = int(_ALLOWANCE * self._compiled.ONE)
-            self._credits[row] = allowance if has_model else self._compiled.ASLEEP
+            self._credits[row] = self._compiled.ASLEEP
+            if self.num_model_steps and self._common_credit > 0:
+                # Where the model pays in general, a request that it does not pay for keeps it for longer.
+                allowance = int(_ALLOWANCE * self._compiled.ONE)
+                self._credits[row] = allowance + (self._common_credit >> _COMMON_SHARE_SHIFT)
         return np.array([known[req_id] for req_id in req_ids], np.int64)
 
 

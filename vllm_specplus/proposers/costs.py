@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from vllm_specplus.proposers.arbiter import Prices
 
-_PACE_MEMORY = 20  # steps; what is older counts less
+_YOUNG, _OLD = 8, 40  # steps that the pace remembers when a request has just begun, and at most
+_USUAL = 400
 _COST_MEMORY = 256
 _NUM_RECENT = 32
 _MOST_TIMES_MEDIAN = 3.0  # what took longer counts as this: a pause of the machine is no cost
@@ -28,23 +29,37 @@ class Costs:
 
 
 class Pace:
-    """How many tokens a unit of time brings, as it was lately."""
+    """How many tokens a unit of time brings, as it was lately. A new request may bring another pace."""
 
     def __init__(self) -> None:
-        self._tokens = self._time = 0.0
+        self._recent = self._usual = (0.0, 0.0)  # tokens and time of a step, on average
+        self._memory = _YOUNG
+
+    def begin_request(self, num_reqs: int) -> None:
+        """Expect the usual pace of a new request, one of `num_reqs`, and forget what was before it sooner."""
+        share = 1 / max(num_reqs, 1)
+        self._recent = _mixed(self._recent, self._usual, share)
+        self._memory = min(self._memory, _YOUNG * num_reqs)
 
     def add(self, num_tokens: int, time: float) -> None:
         """Add a step's tokens and the time that it took."""
-        if self._time == 0:
-            self._tokens, self._time = float(num_tokens), time
-        self._tokens += (num_tokens - self._tokens) / _PACE_MEMORY
-        self._time += (time - self._time) / _PACE_MEMORY
+        step = (float(num_tokens), time)
+        if not self._usual[1]:
+            self._recent = self._usual = step
+        self._recent = _mixed(self._recent, step, 1 / self._memory)
+        self._usual = _mixed(self._usual, step, 1 / _USUAL)
+        self._memory = min(self._memory + 1, _OLD)
 
     def prices(self, costs: Costs, num_reqs: int) -> Prices:
         """What slots and passes cost in tokens. Before the first step, each request is expected to get one token."""
-        per_time = self._tokens / self._time if self._time else num_reqs / costs.step
+        tokens, time = self._recent
+        per_time = tokens / time if time else num_reqs / costs.step
         step = per_time * costs.step / num_reqs
         return Prices(per_time * costs.slot, step, per_time * costs.first_pass, per_time * costs.later_pass)
+
+
+def _mixed(old: tuple[float, float], new: tuple[float, float], share: float) -> tuple[float, float]:
+    return old[0] + (new[0] - old[0]) * share, old[1] + (new[1] - old[1]) * share
 
 
 class CostMeter:

@@ -35,6 +35,8 @@ class StepPrices:
         if self._num_scheduled and self._num_emitted and goes_on:
             counted = self._meter.add_step(self._num_scheduled, now - self._began - self._passes_time)
             self._pace.add(self._num_emitted, counted + self._passes_time)
+        if scheduler_output.scheduled_new_reqs:
+            self._pace.begin_request(len(scheduler_output.num_scheduled_tokens))
         drafts = scheduler_output.scheduled_spec_decode_tokens
         is_decode = not scheduler_output.scheduled_new_reqs and all(
             count <= 1 + len(drafts.get(req_id, ())) for req_id, count in scheduler_output.num_scheduled_tokens.items()

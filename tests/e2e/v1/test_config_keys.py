@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.engines import PROMPTS, Counts, engine
 from vllm_specplus.config import SpecPlusOptions
 
-HYBRID = {"method": "mtp", "num_speculative_tokens": 6, "mtp_strategy": "with_ngram"}
+HYBRID = {"method": "mtp", "num_speculative_tokens": 6, "mtp_strategy": "with_ngram", "adaptive": False}
 SUFFIX = HYBRID | {"mtp_strategy": "with_suffix"}
 TOPP = {"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "topp"}
 SAMPLED = {"temperature": 1.2, "top_p": 0.9, "seed": 4}
@@ -28,6 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "min_ngram_size": (HYBRID | {"min_ngram_size": 1}, HYBRID | {"min_ngram_size": 5}, {}),
     "match_override_len": (HYBRID, HYBRID | {"match_override_len": 2}, {}),
+    "adaptive": (HYBRID, HYBRID | {"adaptive": True}, {}),
     "suffix_decoding_max_tree_depth": (SUFFIX, SUFFIX | {"suffix_decoding_max_tree_depth": 3}, {}),
     "suffix_decoding_max_cached_requests": (
         SUFFIX | {"suffix_decoding_max_cached_requests": 0},

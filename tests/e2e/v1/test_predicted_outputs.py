@@ -11,7 +11,13 @@ import pytest
 
 from tests.e2e.serving import Server, serve
 
-CONFIG = {"method": "mtp", "num_speculative_tokens": 8, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
+CONFIG = {
+    "method": "mtp",
+    "num_speculative_tokens": 8,
+    "num_model_steps": 2,
+    "mtp_strategy": "with_ngram",
+    "adaptive": False,
+}
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a"
 MESSAGES = [{"role": "user", "content": PROMPT}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 60}

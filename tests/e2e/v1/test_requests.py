@@ -51,7 +51,9 @@ def test_steps_are_saved(proposer: str, trained: Path, draft: Path, base: dict[P
 
 
 def test_width_of_128(trained: Path, base: dict[Path, list[list[int]]]) -> None:
-    with engine(trained, {"method": "naive", "num_speculative_tokens": 128}, max_model_len=1024) as e:
+    with engine(
+        trained, {"method": "naive", "num_speculative_tokens": 128, "adaptive": False}, max_model_len=1024
+    ) as e:
         (text,) = ask(e, PROMPTS[:1], [{}], max_tokens=300)
         assert e.counts().drafts == 0
         assert ask(e, PROMPTS[:1], [{"sp_advice_prompt_token_ids": text}], max_tokens=300) == [text]
@@ -72,7 +74,7 @@ def test_spec_tokens(limit: int, trained: Path, draft: Path, base: dict[Path, li
 def test_a_reference_drafts_for_its_own_request_alone(trained: Path, base: dict[Path, list[list[int]]]) -> None:
     """Another request for the same text, beside it or after it, gets no drafts."""
     reference = {"sp_advice_prompt_token_ids": base[trained][0]}
-    with engine(trained, {"method": "naive", "num_speculative_tokens": 4}) as e:
+    with engine(trained, {"method": "naive", "num_speculative_tokens": 4, "adaptive": False}) as e:
         ask(e, PROMPTS[:1], [reference], max_tokens=TOKENS)
         alone = e.counts().drafted
         ask(e, [PROMPTS[0]] * 3, [{}, reference, {}], max_tokens=TOKENS)
@@ -108,7 +110,7 @@ def test_seeded_text_is_the_text_without_speculation(proposer: str, trained: Pat
 
 
 def test_a_reference_longer_than_the_model(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with engine(trained, {"method": "naive", "num_speculative_tokens": 8}, max_model_len=128) as e:
+    with engine(trained, {"method": "naive", "num_speculative_tokens": 8, "adaptive": False}, max_model_len=128) as e:
         (text,) = ask(e, PROMPTS[:1], [{}], max_tokens=20)
         reference = (text * 20)[:300]
         assert ask(e, PROMPTS[:1], [{"sp_advice_prompt_token_ids": reference}], max_tokens=20) == [text]
@@ -139,7 +141,7 @@ def test_only_bad_input_is_refused(
 
 @pytest.fixture(scope="module")
 def naive(trained: Path) -> Any:
-    with engine(trained, {"method": "naive", "num_speculative_tokens": 4}) as e:
+    with engine(trained, {"method": "naive", "num_speculative_tokens": 4, "adaptive": False}) as e:
         yield e
 
 

@@ -107,6 +107,7 @@ class HistoryDrafter:
         history, room = self._history.read(sampled_token_ids, self._width)
         if self._adaptive is not None:
             self._adaptive.retain(self._history.requests_with_state())
+            assert self._tracker.prices is not None
             self._adaptive.set_prices(self._tracker.prices.prices(len(history.req_ids)))
             self._adaptive.plan(history, room, self._tracker.references(history.req_ids))
             choice = self._adaptive.draft(history, room, np.empty((len(room), 0), np.int32))
@@ -203,6 +204,7 @@ class HybridMixin(_Proposer):
         history, room = self._history.read(self._sampled_tokens, num_speculative_tokens, on_host=self._tokens_on_host)
         drafter.retain(self._history.requests_with_state())
         prices = self._tracker.prices
+        assert prices is not None
         drafter.set_prices(prices.prices(len(history.req_ids)))
         num_passes = drafter.plan(history, room, self._tracker.references(history.req_ids))
         model_drafts = np.empty((len(room), 0), np.int32)

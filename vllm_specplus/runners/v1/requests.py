@@ -25,7 +25,7 @@ class RequestTracker:
         width = max(options.num_speculative_tokens, 1)
         self.live_requests = LiveRequests(options, runner.model_config, warns=get_tp_group().rank_in_group == 0)
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
-        self.prices = StepPrices()
+        self.prices = StepPrices() if options.adaptive else None
         self._counts = np.zeros((2, len(SOURCES), width), np.int64)
         # By request, of its last drafts: how many were the model's, and the source of the others.
         self._last_drafts: dict[str, tuple[int, int]] = {}
@@ -72,7 +72,8 @@ class RequestTracker:
         Args:
             scheduler_output: vLLM's ``SchedulerOutput``.
         """
-        self.prices.begin_step(scheduler_output)
+        if self.prices is not None:
+            self.prices.begin_step(scheduler_output)
         ended, new = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
         self.live_requests.finish(ended)
         self.live_requests.begin(new)
@@ -102,7 +103,8 @@ class RequestTracker:
         ]
         if not rows:
             return
-        self.prices.add_tokens(sum(map(len, output.sampled_token_ids)))
+        if self.prices is not None:
+            self.prices.add_tokens(sum(map(len, output.sampled_token_ids)))
         *columns, req_ids = zip(*rows, strict=True)
         num_model, fill_source, drafted, accepted = np.array(columns)
         count_step(self._counts, num_model, fill_source, drafted, accepted)

@@ -1,0 +1,106 @@
+"""Adaptive drafting on the V1 model runner: the same text, whatever is drafted, and drafts that follow what pays."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engines import PROMPTS, engine, marked
+from tests.e2e.references import ask, asking, check_sums, stats
+
+HYBRID = {"method": "mtp", "num_speculative_tokens": 8, "num_model_steps": 2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mtp_ngram": HYBRID | {"mtp_strategy": "with_ngram"},
+    "mtp_suffix": HYBRID | {"mtp_strategy": "with_suffix"},
+    "draft_model_suffix": HYBRID | {"method": "draft_model", "model": "draft", "mtp_strategy": "with_suffix"},
+    "eagle_ngram": HYBRID | {"method": "eagle", "model": "draft/eagle", "mtp_strategy": "with_ngram"},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 24, "adaptive": True},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 24, "adaptive": True},
+    "naive": {"method": "naive", "num_speculative_tokens": 16},
+}
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+
+
+def config_of(name: str, draft: Path, **more: Any) -> dict[str, Any]:
+    config = CONFIGS[name] | more
+    return config | {"model": config["model"].replace("draft", str(draft), 1)} if "model" in config else config
+
+
+def arbiter_of(e: Any) -> Any:
+    drafter = e.runner.drafter
+    return (getattr(drafter, "_drafter", None) or drafter._adaptive).arbiter
+
+
+Texts = dict[str, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def base(tiny: Path, trained: Path) -> dict[Path, Texts]:
+    """The greedy and the seeded texts without speculation, by model."""
+    texts = {}
+    for model in (tiny, trained):
+        with engine(model, {"method": "naive", "verify_strategy": "target_match"}) as e:
+            texts[model] = {"greedy": e.tokens(max_tokens=96), "sampled": e.tokens(max_tokens=96, **SAMPLED)}
+    return texts
+
+
+@pytest.mark.parametrize("name", marked(CONFIGS, ["mtp_ngram"]))
+def test_text(name: str, tiny: Path, trained: Path, draft: Path, base: dict[Path, Texts]) -> None:
+    """Greedy and seeded texts equal those without speculation, alone and with references of all kinds."""
+    model = tiny if name == "eagle_ngram" else trained
+    expected = base[model]
+    with engine(model, config_of(name, draft, verify_strategy="target_match")) as e:
+        for _ in range(2):
+            assert e.tokens(max_tokens=96) == expected["greedy"]
+            assert e.tokens(max_tokens=96, **SAMPLED) == expected["sampled"]
+        greedy = expected["greedy"][:4]
+        assert ask(e, PROMPTS[:4] * 2, asking(greedy), max_tokens=96) == greedy * 2
+        accepted = check_sums(e)
+        assert accepted["reference"] > 0
+        assert not any(stats(e)["drafted"]["unfilled"])
+        # The next step forgets the requests that have ended.
+        assert arbiter_of(e).num_requests <= 8
+
+
+def test_a_model_that_is_never_right_sleeps(tiny: Path) -> None:
+    """The random model's head; on a CPU a pass also costs a good part of a step."""
+    with engine(tiny) as e:
+        expected = e.tokens(max_tokens=96)
+    with engine(tiny, CONFIGS["mtp_ngram"]) as e:
+        proposer = e.runner.drafter
+        passes, inner = [], type(proposer).__mro__[2].propose
+
+        def count(self: Any, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            passes.append(num_speculative_tokens)
+            return inner(self, num_speculative_tokens, *args, **kwargs)
+
+        type(proposer).__mro__[2].propose, steps = count, 6
+        try:
+            for _ in range(steps):
+                assert e.tokens(max_tokens=96) == expected
+        finally:
+            type(proposer).__mro__[2].propose = inner
+    # Each of six rounds has some 96 steps.
+    assert 0 < len(passes) < 0.7 * steps * 96
+
+
+def test_sampled_drafts_are_chosen_blindly(trained: Path) -> None:
+    config = CONFIGS["mtp_ngram"] | {"draft_sample_method": "probabilistic"}
+    with engine(trained, config) as e:
+        assert arbiter_of(e)._offers.is_blind
+        assert len(e.tokens(temperature=1.0)) == len(PROMPTS)
+        assert check_sums(e)["model"] > 0
+    with engine(trained, config | {"verify_strategy": "target_match"}) as e:
+        assert not arbiter_of(e)._offers.is_blind
+
+
+def test_a_wrong_reference_is_soon_left_alone(trained: Path, base: dict[Path, Texts]) -> None:
+    """A text that the answer does not follow: few of its tokens are drafted, though every slot is free for it."""
+    wrong = {"sp_advice_prompt_token_ids": [1, 2, 3, 4] * 50}
+    with engine(trained, CONFIGS["naive"]) as e:
+        for _ in range(4):
+            assert ask(e, PROMPTS, [wrong] * len(PROMPTS), max_tokens=96) == base[trained]["greedy"]
+        drafted = sum(stats(e)["drafted"]["reference"])
+        assert check_sums(e)["reference"] == 0
+    # Without a choice each step would draft 16.
+    assert drafted < 0.5 * 4 * len(PROMPTS) * 96

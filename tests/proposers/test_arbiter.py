@@ -1,0 +1,410 @@
+"""The arbiter: its choice against every possible one, what it learns, and when it gives the draft model up."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from vllm_specplus.proposers import History, _arbiter
+from vllm_specplus.proposers._arbiter import ALONE, ASLEEP, CONTRARY, COPIED, NUM_LENGTHS, ONE
+from vllm_specplus.proposers.arbiter import Arbiter, Choice, Prices
+from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX, UNFILLED
+
+MAX_LEN = 2000
+
+
+def length_class(length: int) -> int:
+    bounds = (0, 1, 2, 3, 4, 5, 6, 8, 12, 20, 36)
+    return next((i for i, bound in enumerate(bounds) if length <= bound), NUM_LENGTHS - 1)
+
+
+class Play:
+    """One request whose steps a test plays: it writes text and makes the offers."""
+
+    def __init__(self, chains: Sequence[tuple[int, int]], num_slots: int, num_steps: int = 0, **more: Any):
+        sources, starts = zip(*chains, strict=True) if chains else ((), ())
+        self.arbiter = Arbiter(
+            2,
+            num_model_steps=num_steps,
+            num_speculative_tokens=num_slots,
+            sources=sources,
+            starts=starts,
+            **more,
+        )
+        self.num_slots = num_slots
+        self.text: list[int] = [0]
+        self.name = "a"
+        self.chances: Sequence[int] | None = None  # instead of the learned ones
+
+    def step(self, offers: dict[int, tuple[list[int], int]], model: list[int] | None = None, limit: int = 99) -> Choice:
+        """Offer chains, (tokens, agreement) by number, and as many of the model's drafts as it wants passes."""
+        self.begin()
+        for chain, (token_ids, agreed) in offers.items():
+            tokens = np.array([token_ids], np.int32).reshape(1, -1)
+            self.arbiter.offer(chain, tokens, np.array([len(token_ids)], np.int32), np.array([agreed], np.int32))
+        self.num_passes = self.arbiter.num_passes()
+        self.arbiter.offer_model(np.array([(model or [])[: self.num_passes]], np.int32).reshape(1, -1))
+        return self.arbiter.choose(np.array([min(limit, self.num_slots)]))
+
+    def begin(self) -> None:
+        row = np.zeros((1, MAX_LEN), np.int32)
+        row[0, : len(self.text)] = self.text
+        self.arbiter.begin(History([self.name], row, np.array([len(self.text)]), np.array([1])))
+        if self.chances is not None:
+            self.arbiter.table.chances[:] = self.chances
+
+    def new_request(self, name: str) -> None:
+        self.arbiter.retain([])
+        self.text, self.name = [0], name
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    num_steps, num_slots = draw(st.integers(0, 3)), draw(st.integers(1, 6))
+    tokens = st.integers(0, draw(st.integers(0, 2)))
+    chains = [(source, start) for source in (NGRAM, SUFFIX) for start in range(num_steps + 1)] + [(REFERENCE, 0)]
+    return {
+        "num_steps": num_steps,
+        "num_slots": num_slots,
+        "chains": chains,
+        "offers": {
+            c: (draw(st.lists(tokens, max_size=num_slots)), draw(st.sampled_from([0, 1, 3, 6, 7, 12, 13, 36, 37, 500])))
+            for c in range(len(chains))
+            if draw(st.booleans())
+        },
+        "model": draw(st.lists(tokens, min_size=num_steps, max_size=num_steps)),
+        "chances": draw(
+            st.lists(
+                st.sampled_from([0, ONE // 9, ONE // 2, ONE - 99, ONE]),
+                min_size=_arbiter.NUM_KEYS,
+                max_size=_arbiter.NUM_KEYS,
+            )
+        ),
+        "price": draw(st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0, 3.0])),
+        "limit": draw(st.integers(0, num_slots)),
+    }
+
+
+def chance(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[int]:
+    """The chance of each draft, given as (-1, place) for the model's and as (chain, n) for a chain's."""
+    model, found = case["model"], []
+
+    def voices(place: int) -> list[tuple[int, int]]:
+        return [(t[0], agreed) for c, (t, agreed) in case["offers"].items() if case["chains"][c][1] == place and t]
+
+    for which, n in drafts:
+        if which < 0:
+            same = [agreed for token, agreed in voices(n) if token == model[n]]
+            other = [agreed for token, agreed in voices(n) if token != model[n]]
+            key = ALONE + n
+            if same:
+                key = _arbiter.AGREED + length_class(max(same))
+            elif other:
+                key = _arbiter.DIFFERED + length_class(max(other))
+        else:
+            (source, start), (tokens, agreed) = case["chains"][which], case["offers"][which]
+            key = COPIED + (source - NGRAM) * NUM_LENGTHS + length_class(agreed + n)
+            if n == 0 and start < len(model):
+                if tokens[0] == model[start]:
+                    same = [length for token, length in voices(start) if token == tokens[0]]
+                    key = _arbiter.AGREED + length_class(max(same))
+                else:
+                    key = CONTRARY + (source - NGRAM) * NUM_LENGTHS + length_class(agreed)
+        found.append(case["chances"][key])
+    return found
+
+
+def value(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> int:
+    survival, total = ONE, 0
+    for one in chance(case, drafts):
+        survival = survival * one // ONE
+        total += survival - int(case["price"] * ONE)
+    return total
+
+
+def all_drafts(case: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """Every list of drafts that may be chosen: some of the model's, then some of one chain behind them."""
+    found: list[list[tuple[int, int]]] = []
+    for num_model in range(len(case["model"]) + 1):
+        first = [(-1, place) for place in range(num_model)]
+        found.append(first)
+        for c, (tokens, _) in case["offers"].items():
+            if case["chains"][c][1] == num_model:
+                found += [first + [(c, n) for n in range(size)] for size in range(1, len(tokens) + 1)]
+    return [drafts for drafts in found if len(drafts) <= case["limit"]]
+
+
+def tokens_of(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[int]:
+    return [case["model"][n] if c < 0 else case["offers"][c][0][n] for c, n in drafts]
+
+
+@settings(max_examples=400)
+@given(cases())
+def test_no_other_drafts_are_worth_more(case: dict[str, Any]) -> None:
+    play = Play(case["chains"], case["num_slots"], case["num_steps"])
+    play.arbiter.set_prices(Prices(case["price"], 1.0))
+    play.chances = case["chances"]
+    choice = play.step(case["offers"], case["model"], case["limit"])
+    assert play.num_passes == case["num_steps"]
+    found = choice.to_lists()[0]
+    assert len(found) <= case["limit"]
+    ways = [d for d in all_drafts(case) if tokens_of(case, d) == found]
+    num_model, source = int(choice.num_model[0]), int(choice.sources[0])
+    ways = [d for d in ways if sum(c < 0 for c, _ in d) == num_model]
+    assert {case["chains"][d[-1][0]][0] if d and d[-1][0] >= 0 else UNFILLED for d in ways} >= {source}
+    assert max(value(case, d) for d in ways) == max(value(case, d) for d in all_drafts(case))
+
+
+@pytest.mark.parametrize("length", [*range(60), 10**6])
+def test_classes_of_agreement(length: int) -> None:
+    assert _arbiter.length_class(length) == length_class(length)
+
+
+def follow(play: Play, is_right: bool, num_steps: int) -> list[int]:
+    """Steps in which one chain offers eight tokens, right or wrong; returns the number of drafts in each."""
+    sizes = []
+    for _ in range(num_steps):
+        tokens = [7] * 8
+        size = int(play.step({0: (tokens, 5)}).num_drafts[0])
+        sizes.append(size)
+        play.text += tokens[: size + 1] if is_right else [8]
+    return sizes
+
+
+def test_a_source_that_turns_bad_and_back_is_followed_within_50_steps() -> None:
+    play = Play([(NGRAM, 0)], 8)
+    play.arbiter.set_prices(Prices(0.05, 1.0))
+    good = follow(play, True, 50)
+    assert good[-1] == 8
+    bad = follow(play, False, 50)
+    assert bad[-1] == 0
+    assert sum(bad[30:]) == 0
+    assert follow(play, True, 50)[-1] == 8
+
+
+def test_what_is_not_drafted_is_judged_too() -> None:
+    """After nothing has been drafted for long, the source is right again: its offers alone tell so."""
+    play = Play([(NGRAM, 0)], 4)
+    play.arbiter.set_prices(Prices(0.3, 1.0))
+    for _ in range(40):
+        play.step({0: ([7, 7], 5)})
+        play.text.append(8)
+    sizes = []
+    for _ in range(40):
+        sizes.append(int(play.step({0: ([7, 7], 5)}).num_drafts[0]))
+        play.text += [7] * (sizes[-1] + 1)
+    assert sizes[0] == 0
+    assert sizes[-1] == 2
+
+
+def test_the_better_of_two_sources_wins() -> None:
+    play = Play([(NGRAM, 0), (SUFFIX, 0)], 4)
+    play.arbiter.set_prices(Prices(0.1, 1.0))
+    for _ in range(30):
+        choice = play.step({0: ([1, 1, 1], 4), 1: ([2, 2, 2], 4)})
+        play.text += [2, 2]
+    assert choice.sources.tolist() == [SUFFIX]
+    assert choice.to_lists() == [[2, 2, 2]]
+
+
+def test_history_goes_on_from_the_models_drafts() -> None:
+    play = Play([(NGRAM, 0), (NGRAM, 1)], 4, 1)
+    play.arbiter.set_prices(Prices(0.1, 1.0))
+    for _ in range(30):
+        choice = play.step({0: ([9, 9, 9], 2), 1: ([6, 6, 6], 4)}, [5])
+        play.text += [5, 6, 6, 6, 4]
+    assert choice.to_lists() == [[5, 6, 6, 6]]
+    assert (choice.num_model.tolist(), choice.sources.tolist()) == ([1], [NGRAM])
+
+
+def steps_with_model(play: Play, num_steps: int, is_right: bool) -> int:
+    """Steps without history in which the model is right or wrong; returns the passes that were made."""
+    passes = 0
+    for _ in range(num_steps):
+        choice = play.step({}, [3, 3])
+        passes += play.num_passes
+        play.text += [3] * (int(choice.num_drafts[0]) + 1) if is_right else [4]
+    return passes
+
+
+def test_a_model_that_never_pays_sleeps() -> None:
+    play = Play([], 4, 2)
+    play.arbiter.set_prices(Prices(0.05, 1.0, 0.2, 0.2))
+    first = steps_with_model(play, 100, False)
+    assert 2 < first < 50
+    assert play.num_passes == 0
+    passes = 0
+    for i in range(100):
+        play.new_request(f"r{i}")
+        passes += steps_with_model(play, 20, False)
+    # Of 2,000 steps' time the passes take a small share; some are made, or a model that has improved would not be seen.
+    assert 0 < passes * 0.2 < 0.03 * 2000
+
+
+def test_a_model_that_pays_does_not_sleep() -> None:
+    play = Play([], 4, 2)
+    play.arbiter.set_prices(Prices(0.05, 1.0, 0.2, 0.2))
+    assert steps_with_model(play, 100, True) == 200
+    # Nor does a request sleep for a while in which the model fails.
+    steps_with_model(play, 4, False)
+    assert play.num_passes > 0
+    assert steps_with_model(play, 100, True) > 150
+
+
+def test_a_model_that_has_improved_is_used_again() -> None:
+    play = Play([], 4, 2)
+    play.arbiter.set_prices(Prices(0.05, 1.0, 0.2, 0.2))
+    for i in range(20):
+        play.new_request(f"bad{i}")
+        steps_with_model(play, 30, False)
+    for i in range(60):
+        play.new_request(f"good{i}")
+        passes = steps_with_model(play, 30, True)
+    assert passes == 60
+
+
+def test_later_passes_are_left_out_where_they_add_nothing() -> None:
+    """The model's second draft is never right."""
+    play = Play([], 4, 2)
+    play.arbiter.set_prices(Prices(0.05, 1.0, 0.05, 0.2))
+    counts = []
+    for _ in range(120):
+        choice = play.step({}, [3, 5])
+        counts.append(play.num_passes)
+        play.text += [3, 4] if choice.num_drafts[0] else [3]
+    assert set(counts[60:]) == {1, 2}
+    assert counts[60:].count(2) <= 3
+
+
+def test_a_request_that_sleeps_gets_no_model_drafts_beside_one_that_is_awake() -> None:
+    arbiter = Play([], 4, 1).arbiter
+    arbiter.set_prices(Prices(0.05, 1.0, 0.1))
+    text = np.zeros((2, 10), np.int32)
+    arbiter.begin(History(["a", "b"], text, np.array([1, 1]), np.array([1, 1])))
+    arbiter._credits[arbiter._rows[1]] = ASLEEP
+    assert arbiter.num_passes() == 1
+    arbiter.offer_model(np.array([[3], [3]], np.int32))
+    assert arbiter.choose(np.array([4, 4])).to_lists() == [[3], []]
+
+
+P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+
+
+def distribution(is_blind: bool) -> np.ndarray:
+    """The exact distribution of a step's first token, over all drafts that the model may sample from Q.
+
+    The target's is P. Whoever drops the model's draft because history differs from it, drafts history's token instead.
+    """
+    total = np.zeros(3)
+    for draft in range(3):
+        play = Play([(NGRAM, 0), (NGRAM, 1)], 2, 1, is_blind=is_blind)
+        chances = np.full(_arbiter.NUM_KEYS, ONE // 2)
+        chances[ALONE] = ONE * 3 // 4
+        chances[CONTRARY:] = ONE * 7 // 10
+        chances[_arbiter.AGREED : _arbiter.DIFFERED] = ONE
+        chances[_arbiter.DIFFERED : CONTRARY] = ONE // 9
+        play.chances = chances
+        choice = play.step({0: ([0], 4), 1: ([0], 4)}, [draft])
+        drafts = choice.to_lists()[0]
+        q = Q if choice.num_model[0] else np.eye(3)[drafts[0]]
+        accepted = min(1.0, P[drafts[0]] / q[drafts[0]])
+        excess = np.maximum(P - q, 0)
+        first = accepted * np.eye(3)[drafts[0]] + (1 - accepted) * excess / excess.sum()
+        total += Q[draft] * first
+    return total
+
+
+def test_sampled_drafts_keep_the_distribution() -> None:
+    """A choice that looks at a sampled draft changes what comes out; the blind one does not."""
+    np.testing.assert_allclose(distribution(is_blind=True), P)
+    assert np.abs(distribution(is_blind=False) - P).max() > 0.05
+
+
+@settings(max_examples=100)
+@given(cases(), st.data())
+@example(
+    {
+        "num_steps": 2,
+        "num_slots": 4,
+        "chains": [(NGRAM, 0), (NGRAM, 1), (NGRAM, 2)],
+        "offers": {0: ([1, 1], 9), 1: ([1], 9), 2: ([1, 0], 9)},
+        "model": [0, 1],
+        "chances": [ONE // 2] * _arbiter.NUM_KEYS,
+        "price": 0.02,
+        "limit": 4,
+    },
+    None,
+)
+def test_the_blind_choice_does_not_depend_on_what_was_sampled(case: dict[str, Any], data: st.DataObject | None) -> None:
+    """How many of the model's drafts are verified is the same whatever they are."""
+    counts = set()
+    num_steps = case["num_steps"]
+    drawn = (0,) * num_steps if data is None else data.draw(st.tuples(*[st.integers(0, 2)] * num_steps))
+    for model in {tuple(case["model"]), (2,) * num_steps, drawn}:
+        play = Play(case["chains"], case["num_slots"], num_steps, is_blind=True)
+        play.arbiter.set_prices(Prices(case["price"], 1.0))
+        play.chances = case["chances"]
+        choice = play.step(case["offers"], list(model), case["limit"])
+        drafts = choice.to_lists()[0]
+        num_model = int(choice.num_model[0])
+        assert drafts[:num_model] == list(model[:num_model])
+        counts.add((num_model, tuple(drafts[:1]) if not num_model else ()))
+    assert len(counts) == 1
+
+
+def test_many_requests_at_once_are_each_their_own() -> None:
+    arbiter = Arbiter(8, num_model_steps=1, num_speculative_tokens=3, sources=[NGRAM], starts=[0])
+    text = np.zeros((8, 50), np.int32)
+    names = [f"r{i}" for i in range(8)]
+    for step in range(5):
+        arbiter.begin(History(names, text, np.full(8, step + 1), np.ones(8, np.int64)))
+        tokens = np.arange(24, dtype=np.int32).reshape(8, 3)
+        arbiter.offer(0, tokens, np.array([3, 0] * 4, np.int32), np.full(8, 30, np.int32))
+        arbiter.num_passes()
+        arbiter.offer_model(100 + np.arange(8, dtype=np.int32)[:, None])
+        lists = arbiter.choose(np.array([3, 3, 3, 3, 0, 0, 1, 1])).to_lists()
+        for i, drafts in enumerate(lists):
+            own = [[], tokens[i].tolist(), [100 + i]]
+            assert any(drafts == one[: len(drafts)] for one in own)
+        assert lists[4:6] == [[], []]
+
+
+def test_room_for_requests() -> None:
+    play = Play([(NGRAM, 0)], 2)
+    for name in "ab":
+        play.name = name
+        play.begin()
+    play.name = "c"
+    with pytest.raises(RuntimeError, match="'c': 2 requests"):
+        play.begin()
+    play.arbiter.retain(["b"])
+    play.begin()
+    assert play.arbiter.num_requests == 2
+
+
+def test_a_name_that_comes_back_is_another_request() -> None:
+    """What was offered to the first is not judged by the second's text."""
+    play = Play([(NGRAM, 0)], 2)
+    play.step({0: ([7, 7], 5)})
+    play.new_request("a")
+    play.text = [0, 8, 8]
+    play.begin()
+    assert (play.arbiter.table.trials == _arbiter.PRIOR_TRIALS).all()
+
+
+@pytest.mark.parametrize("order", list(product(range(2), repeat=2)))
+def test_ranks_decide_alike(order: tuple[int, int]) -> None:
+    """Nothing but the offers and the prices decides."""
+    found = []
+    for _ in range(2):
+        play = Play([(NGRAM, 0), (SUFFIX, 0)], 4, 2)
+        play.arbiter.set_prices(Prices(0.1, 1.0, 0.1, 0.1))
+        for step in range(40):
+            choice = play.step({order[step % 2]: ([step % 3, 1], 3)}, [1, step % 2])
+            play.text += [step % 3, 1][: 1 + step % 2]
+            found.append((choice.to_lists(), choice.num_model.tolist(), play.num_passes))
+    assert found[:40] == found[40:]

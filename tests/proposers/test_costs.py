@@ -1,0 +1,79 @@
+"""Costs from the times of steps, and prices from the pace."""
+
+import numpy as np
+import pytest
+
+from vllm_specplus.proposers.costs import CostMeter, Costs, Pace
+
+
+def test_the_slope_is_found_in_spite_of_noise_and_pauses() -> None:
+    rng = np.random.default_rng(0)
+    meter = CostMeter()
+    for i in range(400):
+        tokens = int(rng.integers(1, 60))
+        pause = 5.0 if i % 50 == 49 else 0.0
+        meter.add_step(tokens, 0.010 + 0.0002 * tokens + rng.normal(0, 0.0003) + pause)
+    costs = meter.costs()
+    assert costs.slot == pytest.approx(0.0002, rel=0.25)
+    assert costs.step == pytest.approx(0.016, rel=0.1)
+
+
+def test_a_pause_counts_as_three_usual_steps() -> None:
+    meter = CostMeter()
+    for _ in range(9):
+        assert meter.add_step(4, 1.0) == 1.0
+    assert meter.add_step(4, 100.0) == 3.0
+
+
+def test_steps_alike_say_nothing_of_a_slot() -> None:
+    """Then it stays what is usual."""
+    meter = CostMeter()
+    for _ in range(50):
+        meter.add_step(8, 2.0)
+    assert meter.costs() == Costs(pytest.approx(2.0), pytest.approx(0.04), pytest.approx(0.2), pytest.approx(0.2))
+
+
+def test_a_slot_never_costs_less_than_nothing() -> None:
+    meter = CostMeter()
+    for tokens in (1, 50) * 50:
+        meter.add_step(tokens, 1.0 / tokens)
+    assert meter.costs().slot == 0
+
+
+def test_the_first_pass_and_the_later_ones() -> None:
+    meter = CostMeter()
+    meter.add_step(1, 1.0)
+    meter.add_passes(3, 0.6)
+    assert (meter.costs().first_pass, meter.costs().later_pass) == pytest.approx((0.2, 0.2))
+    meter.add_passes(1, 0.4)
+    assert meter.costs().first_pass == pytest.approx(0.4)
+    assert meter.costs().later_pass == pytest.approx(0.1)
+
+
+def test_before_anything_is_known_a_step_is_the_unit() -> None:
+    assert CostMeter().costs() == Costs(1.0, 0.02, 0.1, 0.1)
+
+
+def test_prices_are_what_the_time_would_bring() -> None:
+    pace = Pace()
+    costs = Costs(1.0, 0.1, 0.3, 0.2)
+    assert pace.prices(costs, 4).slot == pytest.approx(0.4)
+    for _ in range(100):
+        pace.add(6, 2.0)
+    prices = pace.prices(costs, 2)
+    assert (prices.slot, prices.first_pass, prices.later_pass) == pytest.approx((0.3, 0.9, 0.6))
+    assert prices.step == pytest.approx(1.5)
+
+
+def test_the_pace_follows_sooner_after_a_request_has_begun() -> None:
+    def after(num_steps: int, begins: bool) -> float:
+        pace = Pace()
+        for _ in range(200):
+            pace.add(6, 1.0)
+        if begins:
+            pace.begin_request(1)
+        for _ in range(num_steps):
+            pace.add(1, 1.0)
+        return pace.prices(Costs(1.0, 1.0), 1).slot
+
+    assert after(12, begins=True) < 3 < after(12, begins=False)

@@ -1,0 +1,84 @@
+"""Prices from the times of steps that a test plays, with a clock of its own."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_specplus.runners import step_prices
+from vllm_specplus.runners.step_prices import StepPrices
+
+
+class Group:
+    """A tensor-parallel group; what the first worker broadcasts, all get."""
+
+    def __init__(self, world_size: int = 1):
+        self.world_size = world_size
+        self.sent: list[Any] = []
+
+    def broadcast_object(self, prices: Any) -> Any:
+        self.sent.append(prices)
+        return self.sent[0]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    now = SimpleNamespace(time=0.0, group=Group())
+    monkeypatch.setattr(step_prices, "time", SimpleNamespace(perf_counter=lambda: now.time))
+    monkeypatch.setattr(step_prices, "get_tp_group", lambda: now.group)
+    return now
+
+
+def step(num_drafts: int, *, new: bool = False, running: int = 1, tokens: int | None = None) -> Any:
+    scheduled = 1 + num_drafts if tokens is None else tokens
+    return SimpleNamespace(
+        scheduled_new_reqs=["a"] if new else [],
+        scheduled_cached_reqs=SimpleNamespace(num_reqs=running),
+        scheduled_spec_decode_tokens={"a": [0] * num_drafts} if num_drafts else {},
+        num_scheduled_tokens={"a": scheduled},
+        total_num_scheduled_tokens=scheduled,
+    )
+
+
+def play(prices: StepPrices, clock: SimpleNamespace, num_steps: int, **more: Any) -> None:
+    """Steps of 1 s and .1 s for each draft; each brings two tokens."""
+    for i in range(num_steps):
+        num_drafts = i % 9
+        prices.begin_step(step(num_drafts, **more))
+        prices.add_tokens(2)
+        clock.time += 1 + 0.1 * num_drafts
+
+
+def test_slots_cost_what_the_clock_tells(clock: SimpleNamespace) -> None:
+    prices = StepPrices()
+    play(prices, clock, 300)
+    # Two tokens in 1.4 s, and .1 s for a slot.
+    assert prices.prices(1).slot == pytest.approx(0.1 * 2 / 1.4, rel=0.15)
+
+
+def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
+    prices = StepPrices()
+    for _ in range(100):
+        prices.begin_step(step(3))
+        prices.add_passes(2, 0.5)
+        prices.add_tokens(3)
+        clock.time += 1.5
+    found = prices.prices(1)
+    assert found.first_pass == found.later_pass == pytest.approx(0.25 * 3 / 1.5)
+    assert found.step == pytest.approx(1.0 * 3 / 1.5)
+
+
+@pytest.mark.parametrize("what", [{"new": True}, {"tokens": 500}, {"running": 0}])
+def test_steps_with_prompts_and_idle_times_are_not_counted(clock: SimpleNamespace, what: dict[str, Any]) -> None:
+    prices, before = StepPrices(), StepPrices().prices(1)
+    play(prices, clock, 50, **what)
+    assert prices.prices(1) == before
+
+
+def test_prices_stand_for_eight_steps_and_are_the_first_workers(clock: SimpleNamespace) -> None:
+    clock.group = Group(world_size=2)
+    prices = StepPrices()
+    for _ in range(16):
+        play(prices, clock, 1)
+        assert prices.prices(1) is clock.group.sent[0]
+    assert len(clock.group.sent) == 2
