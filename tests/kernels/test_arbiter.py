@@ -30,6 +30,7 @@ SENTINEL = -99
 MAX_LEN = 64
 NUM_ROWS = 8
 MOST_CREDIT = 4 * ONE
+PRIOR = torch.full((spec.NUM_KEYS,), ONE // 2)
 
 
 class Pair:
@@ -38,27 +39,28 @@ class Pair:
     Texts and offers are of few distinct tokens, so that they often agree. What is out of use holds other values.
     """
 
-    def __init__(self, *, num_steps, width, sources, starts, is_blind, prior, seed):
+    def __init__(self, *, num_steps, width, sources, starts, is_blind, hit_rate, seed):
         self.random = np.random.default_rng(seed)
         self.width, self.num_steps = width, num_steps
         self.vocab_size = int(self.random.choice([1, 2, 2, 3]))
         num_keys = (spec.NUM_KEYS,)
-        prior = self.integers(0, ONE + 1, num_keys) if prior is None else np.full(num_keys, prior)
         self.kernels = make_state(
             NUM_ROWS,
             num_model_steps=num_steps,
             num_speculative_tokens=width,
             chain_sources=sources,
             starts=starts,
-            prior=torch.from_numpy(prior.copy()),
+            prior=PRIOR,
             is_blind=is_blind,
         )
         # A large batch leaves several times as many trials as are kept.
         counts = [0, 1, spec.MAX_TRIALS - 1, 9 * spec.MAX_TRIALS, *self.integers(0, spec.MAX_TRIALS, (3,))]
         trials = self.random.choice(counts, num_keys)
-        hits = self.integers(0, trials + 1, num_keys)
+        hits = self.integers(0, trials + 1, num_keys) if hit_rate is None else trials * hit_rate
+        misses = self.integers(0, spec.MAX_MISSES, num_keys)
         chances = self.random.choice([0, ONE, *self.integers(0, ONE + 1, (9,))], num_keys)
-        self.table = spec.Table(hits, trials, prior, chances)
+        nothing = np.zeros(num_keys, np.int64)
+        self.table = spec.Table(nothing, nothing.copy(), hits, trials, misses, chances)
         shape = (NUM_ROWS, len(starts))
         self.offers = spec.Offers(
             self.integers(0, self.vocab_size, (NUM_ROWS, num_steps), np.int32),
@@ -224,7 +226,7 @@ def cases(draw):
         "sources": sources,
         "starts": starts,
         "is_blind": draw(st.booleans()),
-        "prior": draw(st.sampled_from([None, None, 0, ONE])),
+        "hit_rate": draw(st.sampled_from([None, None, 0, 1])),
         "seed": draw(st.integers(0, 2**32)),
         "batch_sizes": draw(st.lists(st.integers(1, 5), min_size=2, max_size=3)),
         "prices": [draw(prices), draw(prices), draw(prices | st.just(2**36))],
@@ -238,7 +240,7 @@ WIDE = {
     "sources": [NGRAM, SUFFIX] * 4 + [REFERENCE],
     "starts": [0, 0, 1, 1, 2, 2, 3, 3, 0],
     "is_blind": False,
-    "prior": None,
+    "hit_rate": None,
     "seed": 7,
     "batch_sizes": [5, 5, 5],
     "prices": [ONE // 50, ONE // 10, ONE],
@@ -278,7 +280,7 @@ def test_a_new_state_is_that_of_a_new_arbiter():
     pair = Arbiter(
         4, num_model_steps=2, num_speculative_tokens=5, sources=[NGRAM, SUFFIX], starts=[0, 1], is_blind=True
     )
-    prior = torch.from_numpy(pair.table.prior)
+    prior = torch.from_numpy(pair.table.chances)
     made = make_state(
         4,
         num_model_steps=2,
@@ -304,10 +306,7 @@ def test_more_tokens_than_a_row_holds():
     token_ids, num_tokens = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
     judge_and_update(made, token_ids, num_tokens, torch.tensor([0]), num_new)
     assert num_new.tolist() == [1]
-    assert made.table.trials.sum() == 1
-
-
-PRIOR = torch.full((spec.NUM_KEYS,), ONE // 2)
+    assert (made.table.trials - spec.PRIOR_TRIALS).sum() == spec.TRIAL
 
 
 def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):

@@ -3,7 +3,7 @@
 | function | kernel | a program | does |
 |---|---|---|---|
 | `judge_and_update` | `_judge_kernel` | takes a request | judges its last offers by the tokens that came |
-| | `_update_kernel` | takes the table | halves old trials, sets the chances |
+| | `_update_kernel` | takes the table | takes the new trials over, forgets old ones, sets the chances |
 | `choose` | `_choose_kernel` | takes a request | writes its drafts, and what each pass of the model has added |
 | `settle` | `_settle_kernel` | takes the batch | enters what the passes have added and cost |
 

@@ -124,22 +124,28 @@ def _choose_kernel(
         before = tl.where(chains.starts == place + 1, survival, before)
 
     worth = _value_chains(chains, chances_ptr, price, limit, before, sizes)
+    # What the best chain behind each number of the model's drafts adds, with the model's next draft and without it. That
+    # draft also tells more of the chain which is the best without it.
     is_behind = chains.starts[None, :] == numbers[:, None]
+    more, behind = _best_of_each(tl.where(is_behind, worth.value[None, :], 0))
+    alone, behind_alone = _best_of_each(tl.where(is_behind, worth.alone[None, :], 0))
+    told = _take_each(worth.told[None, :], behind_alone)
     if sizes.IS_BLIND:
         # Only what stands behind all of the model's drafts may depend on them.
-        is_behind = is_behind & (numbers == 0)[:, None]
-    values += tl.max(tl.where(is_behind, worth.value[None, :], 0), axis=1)
-    _, num_model = _best_of(values, numbers <= sizes.NUM_STEPS)
-    num_model = tl.maximum(num_model, 0)
-    _, chain = _best_of(worth.value, chains.starts == num_model)
-    num_drafts = num_model + _take(worth.size, chain)
+        more = tl.where(numbers == 0, more, 0)
+        alone, told = more, more
 
-    # The model's first draft tells more of each chain, that one too which would have been taken without it.
-    _, alone = _best_of(worth.alone, chains.starts == 0)
-    values = tl.max(tl.where(numbers[None, :] <= numbers[:, None], values[None, :], 0), axis=1)
-    values = tl.where(numbers == 0, _take(worth.told, alone), values)
+    # By the passes made, and by how many of the model's drafts are taken.
+    is_known = numbers[None, :] < numbers[:, None]
+    expected = values[None, :] + tl.where(is_known, more[None, :], alone[None, :])
+    _, num_best = _best_of_each(tl.where(numbers[None, :] <= numbers[:, None], expected, 0))
+    values = _take_each(values[None, :] + tl.where(is_known, more[None, :], told[None, :]), num_best)
     p_values = values_ptr + i_req * (sizes.NUM_STEPS + 1)
     tl.store(p_values + numbers, values, mask=numbers <= sizes.NUM_STEPS)
+
+    num_model = tl.maximum(_take(num_best, sizes.NUM_STEPS), 0)
+    chain = _take(behind, num_model)
+    num_drafts = num_model + _take(worth.size, chain)
     tl.store(counts.num_drafts_ptr + i_req, num_drafts)
     tl.store(counts.num_model_ptr + i_req, num_model)
     tl.store(source_ptr + i_req, tl.where(chain >= 0, _take(chains.sources, chain), _UNFILLED))
@@ -192,13 +198,21 @@ def _value_chains(chains, chances_ptr, price, limit, survival, sizes):
 
 
 @triton.jit
-def _best_of(values, is_candidate):
-    """The first of the best values, and which it is: [lanes] int64 -> int64, int32. No value above 0: 0 and -1."""
-    which = tl.arange(0, values.shape[0])
-    values = tl.where(is_candidate, values, 0)
-    best = tl.max(values, axis=0)
-    first = tl.min(tl.where(values == best, which, values.shape[0]), axis=0)
+def _best_of_each(values):
+    """The best of each row, and which it is, the first of equals: [rows, lanes] int64 -> [rows] int64, int32.
+
+    No value above 0: 0 and -1.
+    """
+    which = tl.arange(0, values.shape[1])[None, :]
+    best = tl.maximum(tl.max(values, axis=1), 0)
+    first = tl.min(tl.where(values == best[:, None], which, values.shape[1]), axis=1)
     return best, tl.where(best > 0, first, -1)
+
+
+@triton.jit
+def _take_each(values, which):
+    """One of each row of [rows or 1, lanes] values; 0 where `which`, [rows], is negative."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[1])[None, :] == which[:, None], values, 0), axis=1)
 
 
 @triton.jit

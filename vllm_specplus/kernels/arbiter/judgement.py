@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplus.kernels.arbiter.keys import copied_keys, first_keys, halve, load_chains, model_keys
-from vllm_specplus.kernels.arbiter.state import MAX_TRIALS, NO_OFFERS, NUM_KEYS, ONE, PRIOR_TRIALS, State, sizes_of
+from vllm_specplus.kernels.arbiter.state import MAX_MISSES, MAX_TRIALS, NO_OFFERS, NUM_KEYS, ONE, TRIAL, State, sizes_of
 from vllm_specplus.kernels.checks import check_rows, check_vector
 
 _BLOCK_KEYS = triton.next_power_of_2(NUM_KEYS.value)
@@ -112,8 +112,8 @@ def _judge_kernel(
 def _count(table, keys, is_judged, is_hit):
     """Count trials, and those of them that were hits."""
     one = tl.full(keys.shape, 1, tl.int64)
-    tl.atomic_add(table.trials + keys, one, mask=is_judged)
-    tl.atomic_add(table.hits + keys, one, mask=is_judged & is_hit)
+    tl.atomic_add(table.new_trials + keys, one, mask=is_judged)
+    tl.atomic_add(table.new_hits + keys, one, mask=is_judged & is_hit)
 
 
 @triton.jit
@@ -148,11 +148,20 @@ def _update_kernel(table, BLOCK_KEYS: tl.constexpr):
     """Grid (1,)."""
     keys = tl.arange(0, BLOCK_KEYS)
     is_key = keys < NUM_KEYS
-    hits = tl.load(table.hits + keys, mask=is_key, other=0)
-    trials = tl.load(table.trials + keys, mask=is_key, other=0)
+    new_hits = tl.load(table.new_hits + keys, mask=is_key, other=0)
+    new_trials = tl.load(table.new_trials + keys, mask=is_key, other=0)
+    hits = tl.load(table.hits + keys, mask=is_key, other=0) + new_hits * TRIAL
+    trials = tl.load(table.trials + keys, mask=is_key, other=0) + new_trials * TRIAL
+    misses = tl.load(table.misses + keys, mask=is_key, other=0) + new_trials
+    misses = tl.where(new_hits > 0, 0, misses)
+    has_turned = misses >= MAX_MISSES
+    hits = tl.where(has_turned, hits >> 1, hits)
+    trials = tl.where(has_turned, trials >> 1, trials)
     hits, trials = halve(hits, trials, MAX_TRIALS)
+    tl.debug_barrier()  # other threads of this program may still read the same counts
+    tl.store(table.new_hits + keys, tl.zeros_like(hits), mask=is_key)
+    tl.store(table.new_trials + keys, tl.zeros_like(hits), mask=is_key)
     tl.store(table.hits + keys, hits, mask=is_key)
     tl.store(table.trials + keys, trials, mask=is_key)
-    prior = tl.load(table.prior + keys, mask=is_key, other=0)
-    chances = (hits * ONE + prior * PRIOR_TRIALS) // (trials + PRIOR_TRIALS)
-    tl.store(table.chances + keys, chances, mask=is_key)
+    tl.store(table.misses + keys, tl.where(has_turned, 0, misses), mask=is_key)
+    tl.store(table.chances + keys, hits * ONE // tl.maximum(trials, 1), mask=is_key)

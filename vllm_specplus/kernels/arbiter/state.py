@@ -21,8 +21,10 @@ DIFFERED = tl.constexpr(AGREED + NUM_LENGTHS)
 CONTRARY = tl.constexpr(DIFFERED + NUM_LENGTHS)
 COPIED = tl.constexpr(CONTRARY + NUM_SOURCES * NUM_LENGTHS)
 NUM_KEYS = tl.constexpr(COPIED + NUM_SOURCES * NUM_LENGTHS)
-PRIOR_TRIALS = tl.constexpr(4)
-MAX_TRIALS = tl.constexpr(32)
+TRIAL = tl.constexpr(1 << 8)
+PRIOR_TRIALS = tl.constexpr(4 * TRIAL)
+MAX_TRIALS = tl.constexpr(32 * TRIAL)
+MAX_MISSES = tl.constexpr(4)
 MAX_GAIN_TRIALS = tl.constexpr(64)
 NO_OFFERS = tl.constexpr(-1)
 ASLEEP = tl.constexpr(-1)
@@ -41,11 +43,13 @@ class Offers(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What is known of each key: [NUM_KEYS] int64 each."""
+    """What is known of each key, as in the specification: [NUM_KEYS] int64 each."""
 
+    new_hits: torch.Tensor  # of this step, and 0 between the calls
+    new_trials: torch.Tensor
     hits: torch.Tensor
     trials: torch.Tensor
-    prior: torch.Tensor
+    misses: torch.Tensor
     chances: torch.Tensor
 
 
@@ -123,7 +127,9 @@ def make_state(
         torch.tensor(starts, dtype=torch.int64, device=prior.device),
         torch.tensor(chain_sources, dtype=torch.int64, device=prior.device),
     )
-    table = Table(zeros(NUM_KEYS.value), zeros(NUM_KEYS.value), prior, prior.clone())
+    new_hits, new_trials, misses = (torch.zeros_like(prior) for _ in range(3))
+    trials = torch.full_like(prior, PRIOR_TRIALS.value)
+    table = Table(new_hits, new_trials, prior * trials // ONE.value, trials, misses, prior.clone())
     gains = Gains(zeros(NUM_LENGTHS.value, num_model_steps), zeros(NUM_LENGTHS.value, num_model_steps))
     known = zeros(max_num_reqs) + NO_OFFERS.value
     return State(offers, table, gains, known, zeros(max_num_reqs), is_blind)
