@@ -124,7 +124,7 @@ def _choose_kernel(
         before = tl.where(chains.starts == place + 1, survival, before)
 
     worth = _value_chains(chains, chances_ptr, price, limit, before, sizes)
-    # What the best chain behind each number of the model's drafts adds, with the model's next draft and without it. That
+    # What the best chain behind each number of the model's drafts adds: with the next draft known, and without it. That
     # draft also tells more of the chain which is the best without it.
     is_behind = chains.starts[None, :] == numbers[:, None]
     more, behind = _best_of_each(tl.where(is_behind, worth.value[None, :], 0))
