@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_specplus.kernels.checks import check_rows, check_vector, describe
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts
 
 _BLOCK = 1024  # ends that a program tests at a time
@@ -114,16 +115,16 @@ def fill_drafts(
     shape = scratch_shape(num_reqs, max_len)
     if scratch is None:
         scratch = torch.empty(shape, dtype=torch.int64, device=device)
-    _check_rows("token_ids", token_ids, torch.int32)
-    _check_rows("drafts", drafts, torch.int64)
-    _check_vector("num_tokens", num_tokens, token_ids.shape[0], torch.int32)
-    _check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    _check_vector("num_drafts", num_drafts, num_reqs, torch.int32)
-    _check_vector("num_model", num_model, num_reqs, torch.int32)
+    check_rows("token_ids", token_ids, torch.int32)
+    check_rows("drafts", drafts, torch.int64)
+    check_vector("num_tokens", num_tokens, token_ids.shape[0], torch.int32)
+    check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
+    check_vector("num_drafts", num_drafts, num_reqs, torch.int32)
+    check_vector("num_model", num_model, num_reqs, torch.int32)
     if max_drafts is not None:
-        _check_vector("max_drafts", max_drafts, num_reqs, torch.int32)
+        check_vector("max_drafts", max_drafts, num_reqs, torch.int32)
     if scratch.dtype != torch.int64 or not scratch.is_contiguous() or scratch.numel() < num_reqs * shape[1] * shape[2]:
-        raise ValueError(f"scratch must be contiguous int64 of at least {shape}, got {_describe(scratch)}")
+        raise ValueError(f"scratch must be contiguous int64 of at least {shape}, got {describe(scratch)}")
     if num_reqs == 0:
         return num_drafts, num_model
 
@@ -139,21 +140,6 @@ def fill_drafts(
         override_len=match_override_len if num_model_steps else 0,
     )
     return num_drafts, num_model
-
-
-def _check_rows(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype or tensor.ndim != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
-        raise ValueError(f"{name} must be {dtype}, 2-D, with contiguous rows, got {_describe(tensor)}")
-
-
-def _check_vector(name: str, tensor: torch.Tensor, size: int, *dtypes: torch.dtype) -> None:
-    if tensor.dtype not in dtypes or tensor.shape != (size,) or not tensor.is_contiguous():
-        choices = " or ".join(map(str, dtypes))
-        raise ValueError(f"{name} must be {choices}, contiguous, of shape ({size},), got {_describe(tensor)}")
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)} with strides {tensor.stride()}"
 
 
 def _launch(

@@ -422,13 +422,16 @@ def settle(
             profit += gain - prices[k] // num_awake
             gains.sums[which, k] += gain
             gains.trials[which, k] += 1
-            if gains.trials[which, k] >= MAX_GAIN_TRIALS:
-                gains.sums[which, k] >>= 1
-                gains.trials[which, k] >>= 1
         profit = profit * ONE // step_price
         total += profit
         credit = min(credits[row] + profit, most_credit)
         credits[row] = credit if credit >= 0 else ASLEEP
+    # After the whole batch, so that the order of its requests does not matter.
+    for which in range(NUM_LENGTHS):
+        for k in range(len(prices)):
+            while gains.trials[which, k] >= MAX_GAIN_TRIALS:
+                gains.sums[which, k] >>= 1
+                gains.trials[which, k] >>= 1
     return total
 
 

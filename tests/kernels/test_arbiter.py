@@ -1,0 +1,419 @@
+"""The arbiter's kernels against their specification, bit for bit, under Triton's interpreter (TRITON_INTERPRET=1)."""
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
+from tests.kernels.launches import Launches, OnlyTorch
+from vllm_specplus.kernels.arbiter import (
+    accounts,
+    choice,
+    choose,
+    judge_and_update,
+    judgement,
+    make_state,
+    settle,
+    state,
+)
+from vllm_specplus.proposers import _arbiter as spec
+from vllm_specplus.proposers.arbiter import Arbiter
+from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX
+
+pytestmark = pytest.mark.interpreter
+
+ONE = spec.ONE
+SENTINEL = -99
+MAX_LEN = 64
+NUM_ROWS = 8
+MOST_CREDIT = 4 * ONE
+PRIOR = torch.full((spec.NUM_KEYS,), ONE // 2)
+
+
+class Pair:
+    """A specification's state and the kernels', which are given the same offers and texts.
+
+    Texts and offers are of few distinct tokens, so that they often agree. What is out of use holds other values.
+    """
+
+    def __init__(self, *, num_steps, width, sources, starts, is_blind, hit_rate, seed):
+        self.random = np.random.default_rng(seed)
+        self.width, self.num_steps = width, num_steps
+        self.vocab_size = int(self.random.choice([1, 2, 2, 3]))
+        num_keys = (spec.NUM_KEYS,)
+        self.kernels = make_state(
+            NUM_ROWS,
+            num_model_steps=num_steps,
+            num_speculative_tokens=width,
+            chain_sources=sources,
+            starts=starts,
+            prior=PRIOR,
+            is_blind=is_blind,
+        )
+        # A large batch leaves several times as many trials as are kept.
+        counts = [0, 1, spec.MAX_TRIALS - 1, 9 * spec.MAX_TRIALS, *self.integers(0, spec.MAX_TRIALS, (3,))]
+        trials = self.random.choice(counts, num_keys)
+        hits = self.integers(0, trials + 1, num_keys) if hit_rate is None else trials * hit_rate
+        misses = self.integers(0, spec.MAX_MISSES, num_keys)
+        chances = self.random.choice([0, ONE, *self.integers(0, ONE + 1, (9,))], num_keys)
+        nothing = np.zeros(num_keys, np.int64)
+        self.table = spec.Table(nothing, nothing.copy(), hits, trials, misses, chances)
+        shape = (NUM_ROWS, len(starts))
+        self.offers = spec.Offers(
+            self.integers(0, self.vocab_size, (NUM_ROWS, num_steps), np.int32),
+            np.zeros(NUM_ROWS, np.int64),
+            self.integers(0, self.vocab_size, (*shape, width), np.int32),
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.int32),
+            np.array(starts, np.int64),
+            np.array(sources, np.int64),
+            is_blind,
+        )
+        by_length = (spec.NUM_LENGTHS, num_steps)
+        trials = self.random.choice([0, 5, spec.MAX_GAIN_TRIALS - 1, 9 * spec.MAX_GAIN_TRIALS], by_length)
+        self.gains = spec.Gains(trials * self.integers(0, ONE, by_length), trials, np.zeros(spec.NUM_LENGTHS, np.int64))
+        self.known = np.full(NUM_ROWS, spec.NO_OFFERS)
+        self.credits = self.random.choice([spec.ASLEEP, 0, ONE, MOST_CREDIT, MOST_CREDIT], NUM_ROWS)
+        self.token_ids = self.integers(0, self.vocab_size, (NUM_ROWS, MAX_LEN), np.int32)
+        self.num_tokens = self.random.choice([0, 1, 5], NUM_ROWS)
+        self.limits = np.zeros(NUM_ROWS, np.int64)
+
+    def integers(self, low, high, shape, dtype=np.int64):
+        return self.random.integers(low, high, shape).astype(dtype)
+
+    def share(self):
+        """Give the kernels what the specification has."""
+        state = self.kernels
+        pairs = [*zip(state.offers, self.offers[:-1], strict=True), *zip(state.table, self.table, strict=True)]
+        pairs += [*zip(state.gains, self.gains[:2], strict=True)]
+        for tensor, array in [*pairs, (state.known, self.known), (state.credits, self.credits)]:
+            tensor.copy_(torch.from_numpy(array))
+
+    def assert_same(self):
+        state = self.kernels
+        named = [*self.offers._asdict().items()][:-1]
+        pairs = [(name, getattr(state.offers, name), array) for name, array in named]
+        pairs += [(name, getattr(state.table, name), array) for name, array in self.table._asdict().items()]
+        pairs += [("sums", state.gains.sums, self.gains.sums), ("gain trials", state.gains.trials, self.gains.trials)]
+        pairs += [("known", state.known, self.known), ("credits", state.credits, self.credits)]
+        for name, tensor, array in pairs:
+            np.testing.assert_array_equal(tensor.numpy(), array, name)
+
+    def draw_batch(self, batch_size):
+        """Rows of the batch in any order, [B] int64, and the kernels' `idx_mapping`, with places without a request."""
+        rows = self.random.permutation(NUM_ROWS)[:batch_size]
+        is_request = self.random.random(batch_size) < 0.8
+        idx_mapping = torch.from_numpy(np.where(is_request, rows, -1))
+        return rows[is_request], is_request, idx_mapping.to(torch.int32) if self.random.random() < 0.5 else idx_mapping
+
+    def grow_texts(self):
+        """Each text goes on, often as an offer said; some rows begin a new request, and some have no new tokens."""
+        for row in range(NUM_ROWS):
+            if self.random.random() < 0.1:
+                self.known[row] = spec.NO_OFFERS
+                self.credits[row] = self.random.choice([spec.ASLEEP, MOST_CREDIT])
+                self.num_tokens[row] = self.random.choice([0, 3])
+            new = self.integers(0, self.vocab_size, (int(self.random.integers(0, self.width + 2)),), np.int32)
+            if len(self.offers.starts) and self.random.random() < 0.8:
+                c = self.random.integers(0, len(self.offers.starts))
+                start = self.offers.starts[c] if self.random.random() < 0.8 else 0
+                said = np.concatenate([self.offers.model[row, :start], self.offers.chains[row, c]])[: len(new)]
+                new[: len(said)] = said
+            end = min(self.num_tokens[row] + len(new), MAX_LEN)
+            self.token_ids[row, self.num_tokens[row] : end] = new[: end - self.num_tokens[row]]
+            self.num_tokens[row] = end
+
+    def draw_offers(self, rows):
+        """Offers to the rows of the batch, those of the model but to the ones that have not given it up."""
+        num_passes = self.random.choice([self.num_steps, self.random.integers(0, self.num_steps + 1)])
+        for row in rows:
+            shape = self.offers.lengths[row].shape
+            self.offers.lengths[row] = self.random.choice([0, 1, min(2, self.width), self.width, self.width], shape)
+            self.offers.agreed[row] = self.random.choice([0, 1, 6, 7, 36, 37, self.integers(0, 60, ())], shape)
+            self.offers.chains[row] = self.integers(0, self.vocab_size, (*shape, self.width))
+            if self.credits[row] != spec.ASLEEP:
+                self.offers.passes[row] = num_passes
+                self.offers.model[row, :num_passes] = self.integers(0, self.vocab_size, (num_passes,))
+        # Where the model's drafts are a chain's, those behind them often repeat it, up to its end or past it.
+        from_start = np.flatnonzero(self.offers.starts == 0)
+        for row in rows[self.random.random(len(rows)) < 0.4]:
+            if len(from_start):
+                first = self.random.choice(from_start)
+                said = self.offers.chains[row, first].copy()
+                self.offers.lengths[row, first] = self.random.integers(1, self.width + 1)
+                self.offers.model[row, : min(num_passes, self.width)] = said[:num_passes]
+                for c, start in enumerate(self.offers.starts):
+                    self.offers.chains[row, c, : max(self.width - start, 0)] = said[start:]
+
+    def begin(self, batch):
+        rows, _, idx_mapping = batch
+        num_new = torch.tensor([1000])
+        num_tokens = self.num_tokens[rows]
+        total = spec.begin(self.token_ids[rows], num_tokens, rows, self.known, *self.offers, *self.table)
+        judge_and_update(self.kernels, torch.from_numpy(self.token_ids), self.device_lengths(), idx_mapping, num_new)
+        assert num_new.tolist() == [1000 + total]
+        self.assert_same()
+
+    def device_lengths(self):
+        return torch.from_numpy(self.num_tokens).to(torch.int32)
+
+    def choose(self, batch, slot_price):
+        """Returns the values and the limits of the specification and of the kernels."""
+        rows, is_request, idx_mapping = batch
+        num_places = len(idx_mapping)
+        limits = self.random.choice([0, 1, self.width, self.width, self.width], num_places)
+        expected = spec.Chosen(
+            np.full((len(rows), self.width), SENTINEL, np.int32),
+            *(np.full(len(rows), SENTINEL, np.int32) for _ in range(2)),
+            np.full(len(rows), SENTINEL),
+            np.full((len(rows), self.num_steps + 1), SENTINEL),
+        )
+        spec.choose(rows, limits[is_request], self.offers, self.table.chances, slot_price, expected)
+        self.known[rows] = self.num_tokens[rows]
+        drafts = torch.full((num_places, self.width + 2), SENTINEL)
+        given = torch.from_numpy(limits).to(torch.int32)
+        price = torch.tensor([slot_price])
+        chosen = choose(self.kernels, self.device_lengths(), idx_mapping, given, price, drafts[:, : self.width])
+        self.assert_same()
+        assert torch.all(drafts[:, self.width :] == SENTINEL)
+        outputs = [drafts[:, : self.width], chosen.num_drafts, chosen.num_model, chosen.source]
+        for tensor, array, nothing in zip(outputs, expected[:4], (-1, 0, 0, spec.UNFILLED), strict=True):
+            np.testing.assert_array_equal(tensor.numpy()[is_request], array)
+            assert np.all(tensor.numpy()[~is_request] == nothing)
+        values = chosen.values.numpy()
+        for row, got, wanted in zip(rows, values[is_request], expected.values, strict=True):
+            num_passes = self.offers.passes[row]
+            np.testing.assert_array_equal(got[: num_passes + 1], wanted[: num_passes + 1])
+        assert np.all(values[~is_request] == 0)
+        return (expected.values, limits[is_request]), (chosen.values, given)
+
+    def settle(self, batch, chosen, pass_prices, step_price):
+        (values, limits), (values_given, limits_given) = chosen
+        rows, _, idx_mapping = batch
+        total = 0
+        if self.num_steps:
+            total = spec.settle(
+                rows, limits, self.offers, values, self.credits, self.gains, pass_prices, step_price, MOST_CREDIT
+            )
+        profit = torch.tensor([1000])
+        prices = torch.from_numpy(pass_prices), torch.tensor([step_price])
+        settle(self.kernels, idx_mapping, limits_given, values_given, *prices, profit, most_credit=MOST_CREDIT)
+        assert profit.tolist() == [1000 + total]
+        self.assert_same()
+
+
+@st.composite
+def chains(draw, num_steps):
+    """Sources and starts of all chains, as `AdaptiveDrafter` has them, or some of them in any order."""
+    matchers = draw(st.sampled_from([[NGRAM], [NGRAM, SUFFIX], [NGRAM, SUFFIX], [NGRAM, NGRAM]]))
+    named = [(source, start) for start in range(num_steps + 1) for source in matchers] + [(REFERENCE, 0)]
+    if draw(st.booleans()):
+        named = draw(st.permutations(named))[: draw(st.integers(0, len(named)))]
+    return [source for source, _ in named], [start for _, start in named]
+
+
+@st.composite
+def cases(draw):
+    num_steps = draw(st.integers(0, 3))
+    sources, starts = draw(chains(num_steps))
+    prices = st.sampled_from([0, 1, ONE // 50, ONE // 5, ONE - 1, ONE, 3 * ONE])
+    return {
+        "num_steps": num_steps,
+        "width": draw(st.integers(1, 8)),
+        "sources": sources,
+        "starts": starts,
+        "is_blind": draw(st.booleans()),
+        "hit_rate": draw(st.sampled_from([None, None, 0, 1])),
+        "seed": draw(st.integers(0, 2**32)),
+        "batch_sizes": draw(st.lists(st.integers(1, 5), min_size=2, max_size=3)),
+        "prices": [draw(prices), draw(prices), draw(prices | st.just(2**36))],
+        "block_reqs": draw(st.sampled_from([2, 8])),
+    }
+
+
+WIDE = {
+    "num_steps": 3,
+    "width": 24,
+    "sources": [NGRAM, SUFFIX] * 4 + [REFERENCE],
+    "starts": [0, 0, 1, 1, 2, 2, 3, 3, 0],
+    "is_blind": False,
+    "hit_rate": None,
+    "seed": 7,
+    "batch_sizes": [5, 5, 5],
+    "prices": [ONE // 50, ONE // 10, ONE],
+    "block_reqs": 4,
+}
+
+
+@settings(max_examples=150)
+@given(cases())
+@example(WIDE)
+def test_equals_the_specification(case):
+    batch_sizes, (slot_price, pass_price, step_price) = case.pop("batch_sizes"), case.pop("prices")
+    block_reqs = case.pop("block_reqs")
+    pair = Pair(**case)
+    pair.share()
+    pass_prices = np.array([pass_price, pass_price // 3, pass_price // 3][: pair.num_steps], np.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accounts, "_BLOCK_REQS", block_reqs)  # a batch has several blocks
+        for batch_size in batch_sizes:
+            batch = pair.draw_batch(batch_size)
+            pair.grow_texts()
+            pair.share()
+            pair.begin(batch)
+            pair.draw_offers(batch[0])
+            pair.share()
+            pair.settle(batch, pair.choose(batch, slot_price), pass_prices, max(step_price, 1))
+
+
+def test_constants_are_those_of_the_specification():
+    """The kernels cannot import the specification, which imports numba."""
+    constants = {name: value.value for name, value in vars(state).items() if isinstance(value, tl.constexpr)}
+    assert len(constants) > 15
+    assert constants == {name: getattr(spec, name) for name in constants}
+
+
+def test_a_new_state_is_that_of_a_new_arbiter():
+    pair = Arbiter(
+        4, num_model_steps=2, num_speculative_tokens=5, sources=[NGRAM, SUFFIX], starts=[0, 1], is_blind=True
+    )
+    prior = torch.from_numpy(pair.table.chances)
+    made = make_state(
+        4,
+        num_model_steps=2,
+        num_speculative_tokens=5,
+        chain_sources=[NGRAM, SUFFIX],
+        starts=[0, 1],
+        prior=prior,
+        is_blind=True,
+    )
+    groups = [(made.offers, pair._offers[:-1]), (made.table, pair.table), (made.gains, pair._gains[:2])]
+    groups.append(((made.known, made.credits), (pair._known, pair._credits)))
+    for tensors, arrays in groups:
+        for tensor, array in zip(tensors, arrays, strict=True):
+            assert tensor.numpy().dtype == array.dtype
+            np.testing.assert_array_equal(tensor.numpy(), array)
+    assert made.is_blind
+
+
+def test_more_tokens_than_a_row_holds():
+    """A count past the row's end must not lead into the next row."""
+    made = make_state(2, num_model_steps=0, num_speculative_tokens=4, chain_sources=[NGRAM], starts=[0], prior=PRIOR)
+    made.known[0], made.offers.lengths[0], num_new = 2, 4, torch.zeros(1, dtype=torch.int64)
+    token_ids, num_tokens = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
+    judge_and_update(made, token_ids, num_tokens, torch.tensor([0]), num_new)
+    assert num_new.tolist() == [1]
+    assert (made.table.trials - spec.PRIOR_TRIALS).sum() == spec.TRIAL
+
+
+def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
+    """Valid arguments of each of the three functions, with `changes`: of all that take an argument of that name."""
+    made = make_state(
+        4,
+        num_model_steps=num_steps,
+        num_speculative_tokens=width,
+        chain_sources=[NGRAM] * num_chains,
+        starts=[min(c, num_steps) for c in range(num_chains)],
+        prior=PRIOR,
+        is_blind=changes.pop("is_blind", False),
+    )
+    one = torch.ones(1, dtype=torch.int64)
+    batch = {"state": made, "idx_mapping": torch.arange(num_reqs, dtype=torch.int32)}
+    num_tokens = {"num_tokens": torch.full((4,), 3, dtype=torch.int32)}
+    limits = {"limits": torch.full((num_reqs,), width, dtype=torch.int32)}
+    calls = {
+        judge_and_update: batch | num_tokens | {"token_ids": torch.zeros(4, 16, dtype=torch.int32), "num_new": one},
+        choose: batch
+        | num_tokens
+        | limits
+        | {"slot_price": one, "drafts": torch.zeros(num_reqs, width, dtype=torch.int64)},
+        settle: batch
+        | limits
+        | {
+            "values": torch.zeros(num_reqs, num_steps + 1, dtype=torch.int64),
+            "pass_prices": torch.zeros(num_steps, dtype=torch.int64),
+            "step_price": one,
+            "profit": one.clone(),
+            "most_credit": MOST_CREDIT,
+        },
+    }
+    return {
+        function: call | {name: value for name, value in changes.items() if name in call}
+        for function, call in calls.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "message"),
+    [
+        (judge_and_update, {"token_ids": torch.zeros(4, 16)}, r"token_ids must be torch\.int32"),
+        (judge_and_update, {"num_tokens": torch.zeros(3, dtype=torch.int32)}, "num_tokens must"),
+        (judge_and_update, {"idx_mapping": torch.zeros(2)}, r"idx_mapping must be torch\.int32 or torch\.int64"),
+        (judge_and_update, {"num_new": torch.zeros(1)}, "num_new must"),
+        (choose, {"num_tokens": torch.zeros(4)}, "num_tokens must"),
+        (choose, {"idx_mapping": torch.zeros(3, dtype=torch.int32)}, "idx_mapping must"),
+        (choose, {"limits": torch.zeros(2)}, "limits must"),
+        (choose, {"slot_price": torch.zeros(1)}, "slot_price must"),
+        (choose, {"drafts": torch.zeros(2, 4)}, r"drafts must be torch\.int64"),
+        (choose, {"drafts": torch.zeros(2, 5, dtype=torch.int64)}, "drafts has 5 columns, .* made for 4"),
+        (settle, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
+        (settle, {"limits": torch.zeros(1, dtype=torch.int32)}, "limits must"),
+        (settle, {"values": torch.zeros(2, 2, dtype=torch.int64)}, r"values must .* \(2, 3\)"),
+        (settle, {"pass_prices": torch.zeros(3, dtype=torch.int64)}, "pass_prices must"),
+        (settle, {"step_price": torch.zeros(2, dtype=torch.int64)}, "step_price must"),
+        (settle, {"profit": torch.zeros(1)}, "profit must"),
+    ],
+)
+def test_arguments_out_of_range(function, changes, message):
+    with pytest.raises(ValueError, match=message):
+        function(**arguments(**changes)[function])
+
+
+def test_no_requests():
+    for function, call in arguments(0).items():
+        function(**call)
+
+
+KERNELS = [
+    (judgement, "_judge_kernel"),
+    (judgement, "_update_kernel"),
+    (choice, "_choose_kernel"),
+    (accounts, "_settle_kernel"),
+]
+
+
+def test_launches_depend_on_shapes_alone(monkeypatch):
+    """A CUDA graph can capture the calls, and they never wait."""
+    launches = []
+    for module, name in KERNELS:
+        launches.append(Launches())
+        monkeypatch.setattr(module, name, launches[-1])
+    nobody = torch.full((3,), -1, dtype=torch.int32)
+    calls = [arguments(3), arguments(3, idx_mapping=nobody, limits=nobody, slot_price=torch.tensor([7]))]
+    with OnlyTorch(torch.ops.aten.empty, torch.ops.aten.empty_like):
+        for functions in calls:
+            for function, call in functions.items():
+                function(**call)
+    assert [launch.grids for launch in launches] == [[(3,)] * 2, [(1,)] * 2, [(3,)] * 2, [(1,)] * 2]
+
+
+def compile_ahead_of_time():
+    """Run in a process of its own: compile the kernels as the functions launch them."""
+    for module, name in KERNELS:
+        setattr(module, name, AheadOfTime(getattr(module, name)))
+    for options in (
+        {"num_steps": 3, "width": 8, "num_chains": 7},
+        {"num_steps": 1, "width": 1, "num_chains": 0, "is_blind": True, "idx_mapping": torch.arange(2)},
+        {"num_steps": 0, "num_chains": 2},
+    ):
+        for function, call in arguments(**options).items():
+            function(**call)
+    print("compiled", *(len(getattr(module, name).compiled) for module, name in KERNELS))
+
+
+def test_kernels_compile_for_a_gpu(tmp_path):
+    code = "from tests.kernels import test_arbiter; test_arbiter.compile_ahead_of_time()"
+    assert "compiled 3 3 3 2" in run_without_interpreter(code, tmp_path)

@@ -1,0 +1,20 @@
+"""The arbiter on the device: `proposers/arbiter.py` for drafts and texts that never leave it.
+
+| function | kernel | a program | does |
+|---|---|---|---|
+| `judge_and_update` | `_judge_kernel` | takes a request | judges its last offers by the tokens that came |
+| | `_update_kernel` | takes the table | takes the new trials over, forgets old ones, sets the chances |
+| `choose` | `_choose_kernel` | takes a request | writes its drafts, and what each pass of the model has added |
+| `settle` | `_settle_kernel` | takes the batch | enters what the passes have added and cost |
+
+`proposers/_arbiter.py` is the specification. All numbers are integers, and none depends on the order of requests. So
+the results are the same bit for bit. The host plans the passes. It reads nothing else back, and grids depend on shapes
+alone. Prices are tensors, because they change from step to step.
+"""
+
+from vllm_specplus.kernels.arbiter.accounts import settle
+from vllm_specplus.kernels.arbiter.choice import Chosen, choose
+from vllm_specplus.kernels.arbiter.judgement import judge_and_update
+from vllm_specplus.kernels.arbiter.state import State, make_state
+
+__all__ = ["Chosen", "State", "choose", "judge_and_update", "make_state", "settle"]

@@ -1,0 +1,221 @@
+"""Chooses the drafts of each request by their values."""
+
+# A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_specplus import sources
+from vllm_specplus.kernels.arbiter.keys import copied_keys, first_keys, load_chains, model_keys
+from vllm_specplus.kernels.arbiter.state import ONE, SHIFT, State, sizes_of
+from vllm_specplus.kernels.checks import check_rows, check_vector
+from vllm_specplus.kernels.drafts import DraftCounts, Drafts
+
+_UNFILLED = tl.constexpr(sources.UNFILLED)
+
+
+class Chosen(NamedTuple):
+    """What `choose` has chosen, beside the drafts. A place without a request has neither drafts nor values.
+
+    num_drafts, num_model: [B] int32, drafts of each request, and how many of them are the model's.
+    source: [B] int32, of the others; UNFILLED where there are none.
+    values: [B, S + 1] int64, the value of the best drafts with each number of passes; past those made the last repeats.
+    """
+
+    num_drafts: torch.Tensor
+    num_model: torch.Tensor
+    source: torch.Tensor
+    values: torch.Tensor
+
+
+def choose(
+    state: State,
+    num_tokens: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    limits: torch.Tensor,
+    slot_price: torch.Tensor,
+    drafts: torch.Tensor,
+) -> Chosen:
+    """Choose the drafts of each request among what was offered.
+
+    Args:
+        state: its `known` is changed in place.
+        num_tokens: [R] int32, known tokens of each request.
+        idx_mapping: [B] int32 or int64, the row of each request; negative: no request, and no drafts.
+        limits: [B] int32, the most drafts of each request; counts as K if more.
+        slot_price: [1] int64, >= 0, in units of 1 / ONE tokens.
+        drafts: [B, K] int64, takes the drafts, and -1 after the last; rows may be strided.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout.
+    """
+    num_reqs, width = drafts.shape
+    num_steps = state.offers.model.shape[1]
+    if width != state.offers.chains.shape[2]:
+        raise ValueError(f"drafts has {width} columns, but the state was made for {state.offers.chains.shape[2]}")
+    check_rows("drafts", drafts, torch.int64)
+    check_vector("num_tokens", num_tokens, state.known.shape[0], torch.int32)
+    check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
+    check_vector("limits", limits, num_reqs, torch.int32)
+    check_vector("slot_price", slot_price, 1, torch.int64)
+    num_drafts = torch.empty(num_reqs, dtype=torch.int32, device=drafts.device)
+    values = torch.empty((num_reqs, num_steps + 1), dtype=torch.int64, device=drafts.device)
+    chosen = Chosen(num_drafts, torch.empty_like(num_drafts), torch.empty_like(num_drafts), values)
+    if num_reqs:
+        _choose_kernel[(num_reqs,)](
+            state.offers,
+            state.table.chances,
+            state.known,
+            num_tokens,
+            idx_mapping,
+            limits,
+            slot_price,
+            Drafts(drafts, drafts.stride(0)),
+            DraftCounts(chosen.num_drafts, chosen.num_model),
+            chosen.source,
+            chosen.values,
+            sizes_of(state),
+            num_warps=1,
+        )
+    return chosen
+
+
+@triton.jit
+def _choose_kernel(
+    offers,  # Offers
+    chances_ptr,
+    known_ptr,  # changed in place
+    num_tokens_ptr,
+    idx_mapping_ptr,
+    limits_ptr,
+    price_ptr,
+    drafts,  # out: Drafts
+    counts,  # out: DraftCounts
+    source_ptr,  # out
+    values_ptr,  # out
+    sizes,  # Sizes
+):
+    """Grid (num_reqs,)."""
+    i_req = tl.program_id(0).to(tl.int64)
+    row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
+    is_request = row >= 0
+    num_tokens = tl.load(num_tokens_ptr + row, mask=is_request, other=0)
+    tl.store(known_ptr + row, num_tokens.to(tl.int64), mask=is_request)
+    limit = tl.minimum(tl.load(limits_ptr + i_req), sizes.WIDTH)
+    price = tl.load(price_ptr)
+    passes = tl.load(offers.passes + row, mask=is_request, other=0).to(tl.int32)
+    chains = load_chains(offers, row, passes, sizes)
+
+    # The value of the model's first drafts by their number, and what survives before each chain: 0 where the drafts
+    # before it are not worth their slots.
+    numbers = tl.arange(0, sizes.BLOCK_STEPS)
+    chances = tl.load(chances_ptr + model_keys(chains, sizes), mask=numbers < passes, other=0)
+    values = tl.zeros_like(chances)
+    survival, value = tl.full((), ONE, tl.int64), tl.full((), 0, tl.int64)
+    before = tl.where(chains.starts == 0, survival, 0)
+    for place in range(sizes.NUM_STEPS):
+        survival = survival * _take(chances, place) >> SHIFT
+        survival = tl.where((place < limit) & (survival > price), survival, 0)
+        value = tl.where(survival > 0, value + survival - price, 0)
+        values = tl.where(numbers == place + 1, value, values)
+        before = tl.where(chains.starts == place + 1, survival, before)
+
+    worth = _value_chains(chains, chances_ptr, price, limit, before, sizes)
+    # What the best chain behind each number of the model's drafts adds: with the next draft known, and without it. That
+    # draft also tells more of the chain which is the best without it.
+    is_behind = chains.starts[None, :] == numbers[:, None]
+    more, behind = _best_of_each(tl.where(is_behind, worth.value[None, :], 0))
+    alone, behind_alone = _best_of_each(tl.where(is_behind, worth.alone[None, :], 0))
+    told = _take_each(worth.told[None, :], behind_alone)
+    if sizes.IS_BLIND:
+        # Only what stands behind all of the model's drafts may depend on them.
+        more = tl.where(numbers == 0, more, 0)
+        alone, told = more, more
+
+    # By the passes made, and by how many of the model's drafts are taken.
+    is_known = numbers[None, :] < numbers[:, None]
+    expected = values[None, :] + tl.where(is_known, more[None, :], alone[None, :])
+    _, num_best = _best_of_each(tl.where(numbers[None, :] <= numbers[:, None], expected, 0))
+    values = _take_each(values[None, :] + tl.where(is_known, more[None, :], told[None, :]), num_best)
+    p_values = values_ptr + i_req * (sizes.NUM_STEPS + 1)
+    tl.store(p_values + numbers, values, mask=numbers <= sizes.NUM_STEPS)
+
+    num_model = tl.maximum(_take(num_best, sizes.NUM_STEPS), 0)
+    chain = _take(behind, num_model)
+    num_drafts = num_model + _take(worth.size, chain)
+    tl.store(counts.num_drafts_ptr + i_req, num_drafts)
+    tl.store(counts.num_model_ptr + i_req, num_model)
+    tl.store(source_ptr + i_req, tl.where(chain >= 0, _take(chains.sources, chain), _UNFILLED))
+
+    slots = tl.arange(0, sizes.BLOCK_WIDTH)
+    is_model = slots < num_model
+    p_chain = offers.chains + (row * sizes.NUM_CHAINS + chain) * sizes.WIDTH
+    drafted = tl.load(offers.model + row * sizes.NUM_STEPS + slots, mask=is_model, other=-1)
+    copied = tl.load(p_chain + slots - num_model, mask=(slots >= num_model) & (slots < num_drafts), other=-1)
+    p_drafts = drafts.ptr + i_req * drafts.stride
+    tl.store(p_drafts + slots, tl.where(is_model, drafted, copied).to(tl.int64), mask=slots < sizes.WIDTH)
+
+
+class _Worth(NamedTuple):
+    """What each chain adds: [BLOCK_CHAINS] each.
+
+    alone: int64, with what is known without the model's drafts. told: int64, the same tokens with what those tell.
+    value, size: int64 and int32, as many tokens as are worth their slots with what the model's drafts tell.
+    """
+
+    alone: tl.tensor
+    told: tl.tensor
+    value: tl.tensor
+    size: tl.tensor
+
+
+@triton.jit
+def _value_chains(chains, chances_ptr, price, limit, survival, sizes):
+    """The `_Worth` of chains whose first tokens are reached with a chance of `survival`, [BLOCK_CHAINS] int64.
+
+    A survival never rises. So nothing is worth its slot behind a token that is not.
+    """
+    slots = tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
+    rooms = tl.minimum(chains.lengths, limit - chains.starts)
+    keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots)
+    chances = tl.load(chances_ptr + keys, mask=slots < rooms[:, None], other=0)
+    first = tl.load(chances_ptr + first_keys(chains, sizes), mask=rooms > 0, other=0)
+    survival_alone = survival
+    alone, told, value = tl.zeros_like(survival), tl.zeros_like(survival), tl.zeros_like(survival)
+    size = tl.zeros_like(rooms)
+    for n in range(tl.max(rooms, axis=0)):
+        chance = tl.sum(tl.where(slots == n, chances, 0), axis=1)
+        survival_alone = survival_alone * chance >> SHIFT
+        survival = survival * tl.where(n == 0, first, chance) >> SHIFT
+        alone += tl.maximum(survival_alone - price, 0)
+        told += tl.where(survival_alone > price, survival - price, 0)
+        value += tl.maximum(survival - price, 0)
+        size += (survival > price).to(tl.int32)
+    return _Worth(alone, told, value, size)
+
+
+@triton.jit
+def _best_of_each(values):
+    """The best of each row, and which it is, the first of equals: [rows, lanes] int64 -> [rows] int64, int32.
+
+    No value above 0: 0 and -1.
+    """
+    which = tl.arange(0, values.shape[1])[None, :]
+    best = tl.maximum(tl.max(values, axis=1), 0)
+    first = tl.min(tl.where(values == best[:, None], which, values.shape[1]), axis=1)
+    return best, tl.where(best > 0, first, -1)
+
+
+@triton.jit
+def _take_each(values, which):
+    """One of each row of [rows or 1, lanes] values; 0 where `which`, [rows], is negative."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[1])[None, :] == which[:, None], values, 0), axis=1)
+
+
+@triton.jit
+def _take(values, which):
+    """One of [lanes] values; 0 if `which` is negative."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == which, values, 0), axis=0)

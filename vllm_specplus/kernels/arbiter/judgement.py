@@ -1,0 +1,167 @@
+"""Judges what was offered by the tokens that came, and sets the chances."""
+
+# A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_specplus.kernels.arbiter.keys import copied_keys, first_keys, halve, load_chains, model_keys
+from vllm_specplus.kernels.arbiter.state import MAX_MISSES, MAX_TRIALS, NO_OFFERS, NUM_KEYS, ONE, TRIAL, State, sizes_of
+from vllm_specplus.kernels.checks import check_rows, check_vector
+
+_BLOCK_KEYS = triton.next_power_of_2(NUM_KEYS.value)
+
+
+class _Texts(NamedTuple):
+    """The tokens of each request of the batch."""
+
+    ptr: torch.Tensor
+    stride: int
+    max_len: int
+    num_tokens_ptr: torch.Tensor
+    idx_mapping_ptr: torch.Tensor
+
+
+def judge_and_update(
+    state: State, token_ids: torch.Tensor, num_tokens: torch.Tensor, idx_mapping: torch.Tensor, num_new: torch.Tensor
+) -> None:
+    """Judge the last step's offers by the tokens that have come since, take them away, and set the chances.
+
+    Args:
+        state: changed in place.
+        token_ids: [R, max_len] int32, the requests' tokens; rows may be strided.
+        num_tokens: [R] int32, known tokens of each request; counts as `max_len` if more.
+        idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
+        num_new: [1] int64, gets the number of tokens that have come added to it.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout.
+    """
+    num_reqs, max_num_reqs = idx_mapping.shape[0], state.known.shape[0]
+    check_rows("token_ids", token_ids, torch.int32)
+    check_vector("num_tokens", num_tokens, max_num_reqs, torch.int32)
+    check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
+    check_vector("num_new", num_new, 1, torch.int64)
+    if num_reqs:
+        _judge_kernel[(num_reqs,)](
+            _Texts(token_ids, token_ids.stride(0), token_ids.shape[1], num_tokens, idx_mapping),
+            state.offers,
+            state.table,
+            state.known,
+            num_new,
+            sizes_of(state),
+            num_warps=1,
+        )
+    _update_kernel[(1,)](state.table, BLOCK_KEYS=_BLOCK_KEYS, num_warps=1)
+
+
+@triton.jit
+def _judge_kernel(
+    texts,  # _Texts
+    offers,  # Offers, changed in place
+    table,  # Table, changed in place
+    known_ptr,
+    num_new_ptr,  # changed in place
+    sizes,  # Sizes
+):
+    """Grid (num_reqs,)."""
+    row = tl.load(texts.idx_mapping_ptr + tl.program_id(0)).to(tl.int64)
+    if row < 0:
+        return
+    known = tl.load(known_ptr + row)
+    num_new = tl.minimum(tl.load(texts.num_tokens_ptr + row), texts.max_len) - known
+    num_new = tl.where(known == NO_OFFERS, 0, tl.maximum(num_new, 0)).to(tl.int32)
+    tl.atomic_add(num_new_ptr, num_new.to(tl.int64))
+    p_new = texts.ptr + row * texts.stride + known
+    passes = tl.load(offers.passes + row).to(tl.int32)
+    chains = load_chains(offers, row, passes, sizes)
+
+    places = tl.arange(0, sizes.BLOCK_STEPS)
+    is_judged = places < tl.minimum(passes, num_new)
+    drafted = tl.load(offers.model + row * sizes.NUM_STEPS + places, mask=is_judged, other=0)
+    is_hit = is_judged & (drafted == tl.load(p_new + places, mask=is_judged, other=0))
+    right = tl.min(tl.where(is_hit, sizes.BLOCK_STEPS, places), axis=0)
+    _count(table, model_keys(chains, sizes), is_judged & (places <= right), is_hit)
+
+    which = tl.arange(0, sizes.BLOCK_CHAINS)
+    slots = tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
+    p_chains = offers.chains + (row * sizes.NUM_CHAINS + which) * sizes.WIDTH
+    is_token = slots < chains.lengths[:, None]
+    tokens = tl.load(p_chains[:, None] + slots, mask=is_token, other=-1)
+    is_reached = (chains.starts <= right) & (_repeats(offers, row, chains, passes, tokens, sizes) == 0)
+    at = chains.starts[:, None] + slots
+    is_judged = is_token & is_reached[:, None] & (at < num_new)
+    is_hit = is_judged & (tokens == tl.load(p_new + at, mask=is_judged, other=0))
+    is_judged = is_judged & (slots <= _num_first(is_hit, sizes.BLOCK_WIDTH)[:, None])
+    keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots)
+    if not sizes.IS_BLIND:
+        # What the model drafts as well has been judged as its draft.
+        is_judged = is_judged & ((slots > 0) | (chains.is_models == 0)[:, None])
+        keys = tl.where(slots == 0, first_keys(chains, sizes)[:, None], keys)
+    _count(table, keys, is_judged, is_hit)
+
+    tl.debug_barrier()  # other threads of this program may still read what is now taken away
+    tl.store(offers.lengths + row * sizes.NUM_CHAINS + which, tl.zeros_like(which), mask=which < sizes.NUM_CHAINS)
+    tl.store(offers.passes + row, 0)
+
+
+@triton.jit
+def _count(table, keys, is_judged, is_hit):
+    """Count trials, and those of them that were hits."""
+    one = tl.full(keys.shape, 1, tl.int64)
+    tl.atomic_add(table.new_trials + keys, one, mask=is_judged)
+    tl.atomic_add(table.new_hits + keys, one, mask=is_judged & is_hit)
+
+
+@triton.jit
+def _num_first(is_true, COLUMNS: tl.constexpr):
+    """How many columns of each row are true before the first that is not: [rows, COLUMNS] bool -> [rows] int32."""
+    return tl.min(tl.where(is_true, COLUMNS, tl.arange(0, COLUMNS)[None, :]), axis=1)
+
+
+@triton.jit
+def _repeats(offers, row, chains, passes, tokens, sizes):
+    """Whether each chain behind the model's drafts says what the same source has said from the start.
+
+    tokens: [BLOCK_CHAINS, BLOCK_WIDTH] int32, of the chains.
+    """
+    which = tl.arange(0, sizes.BLOCK_CHAINS)
+    slots = tl.arange(0, sizes.BLOCK_WIDTH)
+    is_drafted = (slots < passes)[None, :]
+    model = tl.load(offers.model + row * sizes.NUM_STEPS + slots, mask=slots < passes, other=0)
+    num_same = _num_first(is_drafted & (tokens == model[None, :]), sizes.BLOCK_WIDTH)
+    # [a chain, another]
+    p_chains = offers.chains + (row * sizes.NUM_CHAINS + which) * sizes.WIDTH
+    starts = chains.starts[:, None]
+    repeats = (chains.starts == 0)[None, :] & (chains.sources[None, :] == chains.sources[:, None]) & (starts > 0)
+    repeats = repeats & (chains.lengths[None, :] > starts) & (num_same[None, :] >= starts)
+    first = tl.load(p_chains, mask=chains.lengths > 0, other=0)
+    repeats = repeats & (tl.load(p_chains[None, :] + starts, mask=repeats, other=0) == first[:, None])
+    return tl.max(repeats.to(tl.int32), axis=1) > 0
+
+
+@triton.jit
+def _update_kernel(table, BLOCK_KEYS: tl.constexpr):
+    """Grid (1,)."""
+    keys = tl.arange(0, BLOCK_KEYS)
+    is_key = keys < NUM_KEYS
+    new_hits = tl.load(table.new_hits + keys, mask=is_key, other=0)
+    new_trials = tl.load(table.new_trials + keys, mask=is_key, other=0)
+    hits = tl.load(table.hits + keys, mask=is_key, other=0) + new_hits * TRIAL
+    trials = tl.load(table.trials + keys, mask=is_key, other=0) + new_trials * TRIAL
+    misses = tl.load(table.misses + keys, mask=is_key, other=0) + new_trials
+    misses = tl.where(new_hits > 0, 0, misses)
+    has_turned = misses >= MAX_MISSES
+    hits = tl.where(has_turned, hits >> 1, hits)
+    trials = tl.where(has_turned, trials >> 1, trials)
+    hits, trials = halve(hits, trials, MAX_TRIALS)
+    tl.debug_barrier()  # other threads of this program may still read the same counts
+    tl.store(table.new_hits + keys, tl.zeros_like(hits), mask=is_key)
+    tl.store(table.new_trials + keys, tl.zeros_like(hits), mask=is_key)
+    tl.store(table.hits + keys, hits, mask=is_key)
+    tl.store(table.trials + keys, trials, mask=is_key)
+    tl.store(table.misses + keys, tl.where(has_turned, 0, misses), mask=is_key)
+    tl.store(table.chances + keys, hits * ONE // tl.maximum(trials, 1), mask=is_key)

@@ -1,0 +1,97 @@
+"""The keys by which the arbiter's kernels look chances up."""
+
+# A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from vllm_specplus import sources
+from vllm_specplus.kernels.arbiter.state import AGREED, ALONE, CONTRARY, COPIED, DIFFERED, NUM_LENGTHS, NUM_PLACES
+
+_NGRAM = tl.constexpr(sources.NGRAM)
+
+
+class Chains(NamedTuple):
+    """The chains of one request: [BLOCK_CHAINS] each. Past the last chain all are empty and start nowhere."""
+
+    starts: tl.tensor  # int32
+    sources: tl.tensor  # int32
+    lengths: tl.tensor  # int32
+    agreed: tl.tensor  # int32
+    has_model: tl.tensor  # bool, whether the model drafts at the chain's start
+    is_models: tl.tensor  # bool, whether it drafts the chain's first token there
+
+
+@triton.jit
+def length_class(lengths):
+    """The class of each agreement, int32: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more."""
+    longer = (lengths > 6).to(tl.int32) + (lengths > 8) + (lengths > 12) + (lengths > 20) + (lengths > 36)
+    return tl.minimum(lengths, 6) + longer
+
+
+@triton.jit
+def load_chains(offers, row, passes, sizes):
+    """The `Chains` of a request that the model has drafted `passes` tokens for; empty ones if its row is negative."""
+    which = tl.arange(0, sizes.BLOCK_CHAINS)
+    is_chain = which < sizes.NUM_CHAINS
+    is_offered = which < tl.where(row >= 0, sizes.NUM_CHAINS, 0)
+    at = row * sizes.NUM_CHAINS + which
+    starts = tl.load(offers.starts + which, mask=is_chain, other=-1).to(tl.int32)
+    has_model = is_offered & (starts < passes)
+    first = tl.load(offers.chains + at * sizes.WIDTH, mask=is_offered, other=0)
+    drafted = tl.load(offers.model + row * sizes.NUM_STEPS + starts, mask=has_model, other=0)
+    return Chains(
+        starts,
+        tl.load(offers.sources + which, mask=is_chain, other=_NGRAM).to(tl.int32),
+        tl.load(offers.lengths + at, mask=is_offered, other=0),
+        tl.load(offers.agreed + at, mask=is_offered, other=0),
+        has_model,
+        has_model & (first == drafted),
+    )
+
+
+@triton.jit
+def model_keys(chains, sizes):
+    """The key of the model's draft at each place: [BLOCK_STEPS] int32."""
+    places = tl.arange(0, sizes.BLOCK_STEPS)
+    keys = ALONE + tl.minimum(places, NUM_PLACES - 1)
+    if not sizes.IS_BLIND:
+        speaks = (chains.starts[None, :] == places[:, None]) & (chains.lengths[None, :] > 0)
+        agrees = tl.max((speaks & chains.is_models[None, :]).to(tl.int32), axis=1) > 0
+        counts = speaks & (chains.is_models[None, :] | (agrees == 0)[:, None])
+        length = tl.max(tl.where(counts, chains.agreed[None, :], 0), axis=1)
+        told = tl.where(agrees, AGREED, DIFFERED) + length_class(length)
+        keys = tl.where(tl.max(speaks.to(tl.int32), axis=1) > 0, told, keys)
+    return keys
+
+
+@triton.jit
+def copied_keys(sources, agreed):
+    """The keys of chains' tokens where the model says nothing: int32 of the arguments' shape."""
+    return COPIED + (sources - _NGRAM) * NUM_LENGTHS + length_class(agreed)
+
+
+@triton.jit
+def first_keys(chains, sizes):
+    """The key of each chain's first token: [BLOCK_CHAINS] int32."""
+    keys = copied_keys(chains.sources, chains.agreed)
+    if not sizes.IS_BLIND:
+        # What the model drafts too goes by the longest agreement of all chains that say so.
+        agrees = (chains.lengths > 0) & chains.is_models
+        agrees = agrees[None, :] & (chains.starts[None, :] == chains.starts[:, None])
+        length = tl.max(tl.where(agrees, chains.agreed[None, :], 0), axis=1)
+        told = tl.where(chains.is_models, AGREED + length_class(length), CONTRARY - COPIED + keys)
+        keys = tl.where(chains.has_model, told, keys)
+    return keys
+
+
+@triton.jit
+def halve(sums, trials, LIMIT: tl.constexpr):
+    """Halve both where there are as many trials as the limit or more, until nowhere."""
+    while tl.max(tl.ravel(trials), axis=0) >= LIMIT:
+        is_full = trials >= LIMIT
+        sums = tl.where(is_full, sums >> 1, sums)
+        trials = tl.where(is_full, trials >> 1, trials)
+    return sums, trials

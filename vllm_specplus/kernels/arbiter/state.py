@@ -1,0 +1,142 @@
+"""An arbiter's state on the device. R, S, C and K are as in `proposers/_arbiter.py`, the specification."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_specplus import sources
+
+# As in the specification, which cannot be imported here since it imports numba. A test compares them.
+SHIFT = tl.constexpr(16)
+ONE = tl.constexpr(1 << 16)
+NUM_SOURCES = tl.constexpr(sources.REFERENCE - sources.NGRAM + 1)
+NUM_PLACES = tl.constexpr(8)
+NUM_LENGTHS = tl.constexpr(12)
+ALONE = tl.constexpr(0)
+AGREED = tl.constexpr(ALONE + NUM_PLACES)
+DIFFERED = tl.constexpr(AGREED + NUM_LENGTHS)
+CONTRARY = tl.constexpr(DIFFERED + NUM_LENGTHS)
+COPIED = tl.constexpr(CONTRARY + NUM_SOURCES * NUM_LENGTHS)
+NUM_KEYS = tl.constexpr(COPIED + NUM_SOURCES * NUM_LENGTHS)
+TRIAL = tl.constexpr(1 << 8)
+PRIOR_TRIALS = tl.constexpr(4 * TRIAL)
+MAX_TRIALS = tl.constexpr(32 * TRIAL)
+MAX_MISSES = tl.constexpr(4)
+MAX_GAIN_TRIALS = tl.constexpr(64)
+NO_OFFERS = tl.constexpr(-1)
+ASLEEP = tl.constexpr(-1)
+
+
+class Offers(NamedTuple):
+    """What the sources offer, as in the specification, but for `is_blind`."""
+
+    model: torch.Tensor  # [R, S] int32
+    passes: torch.Tensor  # [R] int64
+    chains: torch.Tensor  # [R, C, K] int32
+    lengths: torch.Tensor  # [R, C] int32
+    agreed: torch.Tensor  # [R, C] int32
+    starts: torch.Tensor  # [C] int64
+    sources: torch.Tensor  # [C] int64
+
+
+class Table(NamedTuple):
+    """What is known of each key, as in the specification: [NUM_KEYS] int64 each."""
+
+    new_hits: torch.Tensor  # of this step, and 0 between the calls
+    new_trials: torch.Tensor
+    hits: torch.Tensor
+    trials: torch.Tensor
+    misses: torch.Tensor
+    chances: torch.Tensor
+
+
+class Gains(NamedTuple):
+    """What passes have added, by the class of the agreement: [NUM_LENGTHS, S] int64 each."""
+
+    sums: torch.Tensor
+    trials: torch.Tensor
+
+
+class State(NamedTuple):
+    """All that lasts from step to step. Tensors are contiguous; see `make_state`.
+
+    offers: written by the sources between `judge_and_update` and `choose`.
+    known: [R] int64, the tokens that there were when the offers were made; NO_OFFERS: there are none.
+    credits: [R] int64 in the time of a step; ASLEEP for a request that has given the draft model up.
+    """
+
+    offers: Offers
+    table: Table
+    gains: Gains
+    known: torch.Tensor
+    credits: torch.Tensor
+    is_blind: bool
+
+
+class Sizes(NamedTuple):
+    """Constants; those named BLOCK are powers of 2.
+
+    Each field is a constant, not the argument: Triton 3.6 cannot pass a constant group on to a function.
+    """
+
+    NUM_CHAINS: tl.constexpr
+    NUM_STEPS: tl.constexpr
+    WIDTH: tl.constexpr
+    BLOCK_CHAINS: tl.constexpr
+    BLOCK_STEPS: tl.constexpr  # of more than NUM_STEPS
+    BLOCK_WIDTH: tl.constexpr
+    IS_BLIND: tl.constexpr
+
+
+def make_state(
+    max_num_reqs: int,
+    *,
+    num_model_steps: int,
+    num_speculative_tokens: int,
+    chain_sources: Sequence[int],
+    starts: Sequence[int],
+    prior: torch.Tensor,
+    is_blind: bool = False,
+) -> State:
+    """The state of an arbiter that knows nothing yet, on the device of `prior`; the arguments are those of `Arbiter`.
+
+    A new request needs its row's `known` set to NO_OFFERS, and its row's `credits` to what it may spend or to ASLEEP.
+
+    Args:
+        max_num_reqs: R.
+        num_model_steps: S.
+        num_speculative_tokens: K.
+        chain_sources, starts: [C], of each chain.
+        prior: [NUM_KEYS] int64, the chances of each key before anything is known, 0 to ONE.
+        is_blind: whether nothing may depend on the model's drafts that might be left out because of it.
+    """
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=prior.device)
+
+    num_chains = len(starts)
+    offers = Offers(
+        zeros(max_num_reqs, num_model_steps, dtype=torch.int32),
+        zeros(max_num_reqs),
+        zeros(max_num_reqs, num_chains, num_speculative_tokens, dtype=torch.int32),
+        zeros(max_num_reqs, num_chains, dtype=torch.int32),
+        zeros(max_num_reqs, num_chains, dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int64, device=prior.device),
+        torch.tensor(chain_sources, dtype=torch.int64, device=prior.device),
+    )
+    new_hits, new_trials, misses = (torch.zeros_like(prior) for _ in range(3))
+    trials = torch.full_like(prior, PRIOR_TRIALS.value)
+    table = Table(new_hits, new_trials, prior * trials // ONE.value, trials, misses, prior.clone())
+    gains = Gains(zeros(NUM_LENGTHS.value, num_model_steps), zeros(NUM_LENGTHS.value, num_model_steps))
+    known = zeros(max_num_reqs) + NO_OFFERS.value
+    return State(offers, table, gains, known, zeros(max_num_reqs), is_blind)
+
+
+def sizes_of(state: State) -> Sizes:
+    _, num_chains, width = state.offers.chains.shape
+    num_steps = state.offers.model.shape[1]
+    blocks = [triton.next_power_of_2(size) for size in (max(num_chains, 1), num_steps + 1, width)]
+    return Sizes(*map(tl.constexpr, (num_chains, num_steps, width, *blocks, state.is_blind)))
