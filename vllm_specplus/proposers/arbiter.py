@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplus.proposers.history import History
+from vllm_specplus.proposers.history import History, StateRows
 from vllm_specplus.sources import NGRAM, REFERENCE
 
 _ALLOWANCE = 1.0  # steps' time that a request may lose by the model before it gives it up
@@ -136,8 +136,7 @@ class Arbiter:
             is_blind=is_blind,
         )
         self._known = np.full(max_num_reqs, _arbiter.NO_OFFERS, np.int64)
-        self._state_rows: dict[str, int] = {}
-        self._free_rows = list(range(max_num_reqs - 1, -1, -1))
+        self._state_rows = StateRows(max_num_reqs)
 
         by_length = (_arbiter.NUM_LENGTHS, num_model_steps)
         self._gains = _arbiter.Gains(
@@ -175,7 +174,9 @@ class Arbiter:
         Raises:
             RuntimeError: more requests have state than there is room for.
         """
-        self._rows = self._rows_of(history.req_ids)
+        self._rows, new = self._state_rows.of(history.req_ids)
+        for row in new:
+            self._begin_request(row)
         self._num_tokens = np.ascontiguousarray(history.num_tokens[: len(self._rows)], np.int64)
         num_new = self._compiled.begin(
             history.token_ids, self._num_tokens, self._rows, self._known, *self._offers, *self.table
@@ -239,33 +240,20 @@ class Arbiter:
 
     def retain(self, req_ids: Collection[str]) -> None:
         """Drop the state of every request that is not named."""
-        for req_id in self._state_rows.keys() - set(req_ids):
-            self._free_rows.append(self._state_rows.pop(req_id))
+        self._state_rows.retain(req_ids)
 
     def _earn(self, amount: int) -> None:
         one = self._compiled.ONE
         credit = min(self._common_credit + amount, int(_MOST_COMMON_CREDIT * one))
         self._common_credit = max(credit, -int(_ALLOWANCE * one))
 
-    def _rows_of(self, req_ids: Sequence[str]) -> np.ndarray:
-        """[B] int64: the row of each request's state; a new request gets a free one."""
-        known = self._state_rows
-        for req_id in req_ids:
-            if req_id in known:
-                continue
-            if not self._free_rows:
-                raise RuntimeError(
-                    f"no room for request {req_id!r}: {len(known)} requests have state, which is max_num_reqs; call "
-                    "retain() with the unfinished requests first"
-                )
-            row = known[req_id] = self._free_rows.pop()
-            self._known[row] = self._compiled.NO_OFFERS
-            self._credits[row] = self._compiled.ASLEEP
-            if self.num_model_steps and self._common_credit > 0:
-                # Where the model pays in general, a request that it does not pay for keeps it for longer.
-                allowance = int(_ALLOWANCE * self._compiled.ONE)
-                self._credits[row] = allowance + (self._common_credit >> _COMMON_SHARE_SHIFT)
-        return np.array([known[req_id] for req_id in req_ids], np.int64)
+    def _begin_request(self, row: int) -> None:
+        self._known[row] = self._compiled.NO_OFFERS
+        self._credits[row] = self._compiled.ASLEEP
+        if self.num_model_steps and self._common_credit > 0:
+            # Where the model pays in general, a request that it does not pay for keeps it for longer.
+            allowance = int(_ALLOWANCE * self._compiled.ONE)
+            self._credits[row] = allowance + (self._common_credit >> _COMMON_SHARE_SHIFT)
 
 
 def _prior_chances(compiled: Any) -> np.ndarray:

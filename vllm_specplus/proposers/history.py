@@ -72,3 +72,47 @@ class Matcher(Protocol):
 
     def retain(self, req_ids: Collection[str]) -> None:
         """Drop the state of every request that is not named."""
+
+
+class StateRows:
+    """Gives each request a row of some state, and takes it back.
+
+    Args:
+        max_num_reqs: requests that have state at the same time.
+    """
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self._rows: dict[str, int] = {}
+        self._free = list(range(max_num_reqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def of(self, req_ids: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+        """[B] int64, the row of each request; and those of them that have just been given to a new request.
+
+        Raises:
+            RuntimeError: more requests have state than there is room for.
+        """
+        rows, new = self._rows, []
+        try:
+            return np.array([rows[req_id] for req_id in req_ids], np.int64), new
+        except KeyError:
+            pass
+        for req_id in req_ids:
+            if req_id in rows:
+                continue
+            if not self._free:
+                raise RuntimeError(
+                    f"no room for request {req_id!r}: {len(rows)} requests have state, which is max_num_reqs; call "
+                    "retain() with the unfinished requests first"
+                )
+            rows[req_id] = self._free.pop()
+            new.append(rows[req_id])
+        return np.array([rows[req_id] for req_id in req_ids], np.int64), new
+
+    def retain(self, req_ids: Collection[str]) -> list[int]:
+        """Take back the row of every request that is not named; return these rows."""
+        dropped = [self._rows.pop(req_id) for req_id in self._rows.keys() - set(req_ids)]
+        self._free += dropped
+        return dropped

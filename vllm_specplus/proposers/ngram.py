@@ -1,11 +1,11 @@
 """N-gram drafting: copy the tokens that followed the same n-gram earlier in the request's own text."""
 
 import mmap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 
-from vllm_specplus.proposers.history import History, Match
+from vllm_specplus.proposers.history import History, Match, StateRows
 
 _MIN_CAPACITY = 1024  # tokens that a request's first tables have room for
 _ENTRIES_PER_TOKEN = 2  # so that at most half of a table is filled
@@ -69,8 +69,7 @@ class NgramMatcher:
         self._fingerprints = np.zeros((max_num_reqs, _ngram_index.FINGERPRINT_SIZE), np.int32)
         # The compiled code goes by the addresses in the state; this keeps the tables alive.
         self._tables: list[np.ndarray | None] = [None] * max_num_reqs
-        self._state_rows: dict[str, int] = {}
-        self._free_rows = list(range(max_num_reqs - 1, -1, -1))
+        self._state_rows = StateRows(max_num_reqs)
 
     @property
     def match_len_cap(self) -> int:
@@ -93,7 +92,7 @@ class NgramMatcher:
         num_reqs = len(history.req_ids)
         num_tokens = np.ascontiguousarray(history.num_tokens[:num_reqs], np.int64)
         self._check(history.token_ids, num_tokens)
-        state_rows = self._rows_of(history.req_ids)
+        state_rows, _ = self._state_rows.of(history.req_ids)
         # Even an empty history needs tables: the model's drafts are looked up in them.
         room = self._state[state_rows, self._index.CAPACITY]
         for i in np.flatnonzero(np.maximum(num_tokens, 1) > room).tolist():
@@ -126,11 +125,9 @@ class NgramMatcher:
 
     def retain(self, req_ids: Collection[str]) -> None:
         """See `Matcher.retain`. The memory of dropped requests is free again."""
-        for req_id in self._state_rows.keys() - set(req_ids):
-            row = self._state_rows.pop(req_id)
+        for row in self._state_rows.retain(req_ids):
             self._state[row] = 0
             self._tables[row] = None
-            self._free_rows.append(row)
 
     def _check(self, token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
         if token_ids.dtype != np.int32 or not token_ids.flags.c_contiguous:
@@ -143,24 +140,6 @@ class NgramMatcher:
                 f"{len(num_tokens)} histories of up to {num_tokens.max(initial=0)} tokens do not "
                 f"fit token_ids of shape {token_ids.shape} and max_model_len={self.max_model_len}"
             )
-
-    def _rows_of(self, req_ids: Sequence[str]) -> np.ndarray:
-        """[B] int64: the row of each request's state; a new request gets a free one."""
-        known = self._state_rows
-        try:
-            return np.array([known[req_id] for req_id in req_ids], np.int64)
-        except KeyError:
-            pass
-        for req_id in req_ids:
-            if req_id in known:
-                continue
-            if not self._free_rows:
-                raise RuntimeError(
-                    f"no room for request {req_id!r}: {len(known)} requests have state, which is max_num_reqs; call "
-                    "retain() with the unfinished requests before match()"
-                )
-            known[req_id] = self._free_rows.pop()
-        return np.array([known[req_id] for req_id in req_ids], np.int64)
 
     def _make_tables(self, row: int, num_tokens: int) -> None:
         """Give a row of the state empty tables, with room for half as many tokens again."""
