@@ -279,7 +279,6 @@ def replay_adaptive(traces: Sequence[Trace], matchers: dict[int, Matcher], setti
     """Steps and cost of each trace with the arbiter, which learns from one to the next."""
     drafter = AdaptiveDrafter(
         matchers,
-        has_references=True,
         max_num_reqs=1,
         num_model_steps=setting.passes,
         num_speculative_tokens=setting.window,

@@ -16,7 +16,6 @@ class AdaptiveDrafter:
 
     Args:
         matchers: by source.
-        has_references: whether requests may bring references.
         max_num_reqs: requests that have state at the same time.
         num_model_steps: S, the most passes of the draft model; 0 = there is none.
         num_speculative_tokens: K, the slots of a request.
@@ -28,7 +27,6 @@ class AdaptiveDrafter:
         self,
         matchers: Mapping[int, Matcher],
         *,
-        has_references: bool,
         max_num_reqs: int,
         num_model_steps: int,
         num_speculative_tokens: int,
@@ -42,15 +40,12 @@ class AdaptiveDrafter:
         sources = [source for _ in range(num_model_steps + 1) for source in matchers]
         starts = [start for start in range(num_model_steps + 1) for _ in matchers]
         self._reference_chain = len(sources)
-        if has_references:
-            sources.append(REFERENCE)
-            starts.append(0)
         self.arbiter = Arbiter(
             max_num_reqs,
             num_model_steps=num_model_steps,
             num_speculative_tokens=num_speculative_tokens,
-            sources=sources,
-            starts=starts,
+            sources=[*sources, REFERENCE],
+            starts=[*starts, 0],
             is_blind=is_blind,
         )
 

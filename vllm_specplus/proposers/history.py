@@ -94,7 +94,8 @@ class StateRows:
         Raises:
             RuntimeError: more requests have state than there is room for.
         """
-        rows, new = self._rows, []
+        rows = self._rows
+        new: list[int] = []
         try:
             return np.array([rows[req_id] for req_id in req_ids], np.int64), new
         except KeyError:

@@ -68,7 +68,6 @@ def make_adaptive_drafter(vllm_config: Any) -> AdaptiveDrafter:
     samples_drafts = vllm_config.speculative_config.draft_sample_method == "probabilistic"
     return AdaptiveDrafter(
         matchers,
-        has_references=True,
         max_num_reqs=MAX_BATCHES_WITH_STATE * vllm_config.scheduler_config.max_num_seqs,
         num_model_steps=options.num_model_steps or 0,
         num_speculative_tokens=options.num_speculative_tokens,
