@@ -16,6 +16,8 @@ from vllm_specplus.kernels.arbiter import (
     judge_and_update,
     judgement,
     make_state,
+    passes,
+    plan_passes,
     settle,
     state,
 )
@@ -74,7 +76,8 @@ class Pair:
         )
         by_length = (spec.NUM_LENGTHS, num_steps)
         trials = self.random.choice([0, 5, spec.MAX_GAIN_TRIALS - 1, 9 * spec.MAX_GAIN_TRIALS], by_length)
-        self.gains = spec.Gains(trials * self.integers(0, ONE, by_length), trials, np.zeros(spec.NUM_LENGTHS, np.int64))
+        sums = trials * self.integers(-ONE // 4, ONE, by_length)
+        self.gains = spec.Gains(sums, trials, self.integers(0, spec.PASS_PERIOD, spec.NUM_LENGTHS))
         self.known = np.full(NUM_ROWS, spec.NO_OFFERS)
         self.credits = self.random.choice([spec.ASLEEP, 0, ONE, MOST_CREDIT, MOST_CREDIT], NUM_ROWS)
         self.token_ids = self.integers(0, self.vocab_size, (NUM_ROWS, MAX_LEN), np.int32)
@@ -88,7 +91,7 @@ class Pair:
         """Give the kernels what the specification has."""
         state = self.kernels
         pairs = [*zip(state.offers, self.offers[:-1], strict=True), *zip(state.table, self.table, strict=True)]
-        pairs += [*zip(state.gains, self.gains[:2], strict=True)]
+        pairs += [*zip(state.gains, self.gains, strict=True)]
         for tensor, array in [*pairs, (state.known, self.known), (state.credits, self.credits)]:
             tensor.copy_(torch.from_numpy(array))
 
@@ -97,7 +100,7 @@ class Pair:
         named = [*self.offers._asdict().items()][:-1]
         pairs = [(name, getattr(state.offers, name), array) for name, array in named]
         pairs += [(name, getattr(state.table, name), array) for name, array in self.table._asdict().items()]
-        pairs += [("sums", state.gains.sums, self.gains.sums), ("gain trials", state.gains.trials, self.gains.trials)]
+        pairs += [(f"gains.{name}", getattr(state.gains, name), array) for name, array in self.gains._asdict().items()]
         pairs += [("known", state.known, self.known), ("credits", state.credits, self.credits)]
         for name, tensor, array in pairs:
             np.testing.assert_array_equal(tensor.numpy(), array, name)
@@ -204,6 +207,16 @@ class Pair:
         assert profit.tolist() == [1000 + total]
         self.assert_same()
 
+    def plan(self, batch, pass_prices):
+        rows, is_request, idx_mapping = batch
+        expected = spec.plan_passes(rows, self.offers, self.credits, self.gains, pass_prices)
+        totals = torch.tensor([11, -12])
+        report = plan_passes(self.kernels, idx_mapping, torch.from_numpy(pass_prices), totals)
+        assert report[:3].tolist() == [11, -12, expected]
+        np.testing.assert_array_equal(report[3:].numpy()[is_request], self.credits[rows])
+        assert torch.all(report[3:][torch.from_numpy(~is_request)] == spec.ASLEEP)
+        self.assert_same()
+
 
 @st.composite
 def chains(draw, num_steps):
@@ -259,6 +272,7 @@ def test_equals_the_specification(case):
     pass_prices = np.array([pass_price, pass_price // 3, pass_price // 3][: pair.num_steps], np.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accounts, "_BLOCK_REQS", block_reqs)  # a batch has several blocks
+        patch.setattr(passes, "_BLOCK_REQS", block_reqs)
         for batch_size in batch_sizes:
             batch = pair.draw_batch(batch_size)
             pair.grow_texts()
@@ -267,6 +281,7 @@ def test_equals_the_specification(case):
             pair.draw_offers(batch[0])
             pair.share()
             pair.settle(batch, pair.choose(batch, slot_price), pass_prices, max(step_price, 1))
+            pair.plan(batch, pass_prices)
 
 
 def test_constants_are_those_of_the_specification():
@@ -290,7 +305,7 @@ def test_a_new_state_is_that_of_a_new_arbiter():
         prior=prior,
         is_blind=True,
     )
-    groups = [(made.offers, pair._offers[:-1]), (made.table, pair.table), (made.gains, pair._gains[:2])]
+    groups = [(made.offers, pair._offers[:-1]), (made.table, pair.table), (made.gains, pair._gains)]
     groups.append(((made.known, made.credits), (pair._known, pair._credits)))
     for tensors, arrays in groups:
         for tensor, array in zip(tensors, arrays, strict=True):
@@ -310,7 +325,7 @@ def test_more_tokens_than_a_row_holds():
 
 
 def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
-    """Valid arguments of each of the three functions, with `changes`: of all that take an argument of that name."""
+    """Valid arguments of each of the functions, with `changes`: of all that take an argument of that name."""
     made = make_state(
         4,
         num_model_steps=num_steps,
@@ -339,6 +354,8 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
             "profit": one.clone(),
             "most_credit": MOST_CREDIT,
         },
+        plan_passes: batch
+        | {"pass_prices": torch.zeros(num_steps, dtype=torch.int64), "totals": torch.zeros(2, dtype=torch.int64)},
     }
     return {
         function: call | {name: value for name, value in changes.items() if name in call}
@@ -365,6 +382,9 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
         (settle, {"pass_prices": torch.zeros(3, dtype=torch.int64)}, "pass_prices must"),
         (settle, {"step_price": torch.zeros(2, dtype=torch.int64)}, "step_price must"),
         (settle, {"profit": torch.zeros(1)}, "profit must"),
+        (plan_passes, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
+        (plan_passes, {"pass_prices": torch.zeros(1, dtype=torch.int64)}, "pass_prices must"),
+        (plan_passes, {"totals": torch.zeros(3, dtype=torch.int64)}, "totals must"),
     ],
 )
 def test_arguments_out_of_range(function, changes, message):
@@ -382,6 +402,7 @@ KERNELS = [
     (judgement, "_update_kernel"),
     (choice, "_choose_kernel"),
     (accounts, "_settle_kernel"),
+    (passes, "_plan_kernel"),
 ]
 
 
@@ -397,7 +418,7 @@ def test_launches_depend_on_shapes_alone(monkeypatch):
         for functions in calls:
             for function, call in functions.items():
                 function(**call)
-    assert [launch.grids for launch in launches] == [[(3,)] * 2, [(1,)] * 2, [(3,)] * 2, [(1,)] * 2]
+    assert [launch.grids for launch in launches] == [[(3,)] * 2, [(1,)] * 2, [(3,)] * 2, [(1,)] * 2, [(1,)] * 2]
 
 
 def compile_ahead_of_time():
@@ -416,4 +437,4 @@ def compile_ahead_of_time():
 
 def test_kernels_compile_for_a_gpu(tmp_path):
     code = "from tests.kernels import test_arbiter; test_arbiter.compile_ahead_of_time()"
-    assert "compiled 3 3 3 2" in run_without_interpreter(code, tmp_path)
+    assert "compiled 3 3 3 2 3" in run_without_interpreter(code, tmp_path)

@@ -6,15 +6,17 @@
 | | `_update_kernel` | takes the table | takes the new trials over, forgets old ones, sets the chances |
 | `choose` | `_choose_kernel` | takes a request | writes its drafts, and what each pass of the model has added |
 | `settle` | `_settle_kernel` | takes the batch | enters what the passes have added and cost |
+| `plan_passes` | `_plan_kernel` | takes the batch | says how many passes pay, for a later step |
 
 `proposers/_arbiter.py` is the specification. All numbers are integers, and none depends on the order of requests. So
-the results are the same bit for bit. The host plans the passes. It reads nothing else back, and grids depend on shapes
-alone. Prices are tensors, because they change from step to step.
+the results are the same bit for bit. The host reads back what `plan_passes` reports, when it has come. Grids depend on
+shapes alone. Prices are tensors, because they change from step to step.
 """
 
 from vllm_specplus.kernels.arbiter.accounts import settle
 from vllm_specplus.kernels.arbiter.choice import Chosen, choose
 from vllm_specplus.kernels.arbiter.judgement import judge_and_update
+from vllm_specplus.kernels.arbiter.passes import NUM_TOTALS, plan_passes
 from vllm_specplus.kernels.arbiter.state import State, make_state
 
-__all__ = ["Chosen", "State", "choose", "judge_and_update", "make_state", "settle"]
+__all__ = ["NUM_TOTALS", "Chosen", "State", "choose", "judge_and_update", "make_state", "plan_passes", "settle"]

@@ -87,7 +87,7 @@ def _settle_kernel(
     """Grid (1,): the passes are divided among all requests that have not given the model up."""
     num_awake = tl.full((), 0, tl.int64)
     for first in range(0, num_reqs, BLOCK_REQS):
-        _, credits = _load_credits(credits_ptr, idx_mapping_ptr, first + tl.arange(0, BLOCK_REQS), num_reqs)
+        _, credits = load_credits(credits_ptr, idx_mapping_ptr, first + tl.arange(0, BLOCK_REQS), num_reqs)
         num_awake += tl.sum((credits != ASLEEP).to(tl.int64), axis=0)
 
     steps = tl.arange(0, sizes.BLOCK_STEPS)
@@ -101,7 +101,7 @@ def _settle_kernel(
     total = tl.full((), 0, tl.int64)
     for first in range(0, num_reqs, BLOCK_REQS):
         i_reqs = first + tl.arange(0, BLOCK_REQS)
-        rows, credits = _load_credits(credits_ptr, idx_mapping_ptr, i_reqs, num_reqs)
+        rows, credits = load_credits(credits_ptr, idx_mapping_ptr, i_reqs, num_reqs)
         is_awake = credits != ASLEEP
         is_awake = is_awake & (tl.load(limits_ptr + i_reqs, mask=is_awake, other=0) > 0)
         passes = tl.load(offers.passes + rows, mask=is_awake, other=0)
@@ -109,13 +109,13 @@ def _settle_kernel(
         p_values = values_ptr + i_reqs[:, None] * (sizes.NUM_STEPS + 1) + steps[None, :]
         gain = tl.load(p_values + 1, mask=is_made, other=0) - tl.load(p_values, mask=is_made, other=0)
         profit = tl.sum(tl.where(is_made, gain - pass_prices[None, :], 0), axis=1)
-        profit = _divide(profit * ONE, step_price)
+        profit = divide(profit * ONE, step_price)
         total += tl.sum(profit, axis=0)
         credits = tl.minimum(credits + profit, MOST_CREDIT)
         tl.debug_barrier()  # other threads of this program may still read the same credits
         tl.store(credits_ptr + rows, tl.where(credits >= 0, credits, ASLEEP), mask=is_awake)
 
-        is_class = _classes_of_histories(offers, rows, is_awake, sizes)[:, None] == classes[None, :]
+        is_class = classes_of_histories(offers, rows, is_awake, sizes)[:, None] == classes[None, :]
         is_counted = is_class[:, :, None] & is_made[:, None, :]
         sums += tl.sum(tl.where(is_counted, gain[:, None, :], 0), axis=0)
         trials += tl.sum(is_counted.to(tl.int64), axis=0)
@@ -126,14 +126,14 @@ def _settle_kernel(
 
 
 @triton.jit
-def _load_credits(credits_ptr, idx_mapping_ptr, i_reqs, num_reqs):
+def load_credits(credits_ptr, idx_mapping_ptr, i_reqs, num_reqs):
     """The rows and credits of some requests, int64; a credit of ASLEEP without a request."""
     rows = tl.load(idx_mapping_ptr + i_reqs, mask=i_reqs < num_reqs, other=-1).to(tl.int64)
     return rows, tl.load(credits_ptr + rows, mask=rows >= 0, other=ASLEEP)
 
 
 @triton.jit
-def _classes_of_histories(offers, rows, is_request, sizes):
+def classes_of_histories(offers, rows, is_request, sizes):
     """The class of the longest agreement that speaks for a chain from the start of each request: int32."""
     which = tl.arange(0, sizes.BLOCK_CHAINS)
     starts = tl.load(offers.starts + which, mask=which < sizes.NUM_CHAINS, other=-1)
@@ -144,6 +144,6 @@ def _classes_of_histories(offers, rows, is_request, sizes):
 
 
 @triton.jit
-def _divide(dividends, divisor):
-    """Quotients rounded down; the divisor is positive."""
-    return tl.where(dividends >= 0, dividends // divisor, -((divisor - 1 - dividends) // divisor))
+def divide(dividends, divisors):
+    """Quotients rounded down; the divisors are positive."""
+    return tl.where(dividends >= 0, dividends // divisors, -((divisors - 1 - dividends) // divisors))

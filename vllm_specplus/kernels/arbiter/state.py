@@ -26,6 +26,9 @@ PRIOR_TRIALS = tl.constexpr(4 * TRIAL)
 MAX_TRIALS = tl.constexpr(32 * TRIAL)
 MAX_MISSES = tl.constexpr(4)
 MAX_GAIN_TRIALS = tl.constexpr(64)
+PRIOR_GAIN = tl.constexpr(ONE.value * 3 // 10)
+PRIOR_GAIN_TRIALS = tl.constexpr(2)
+PASS_PERIOD = tl.constexpr(32)
 NO_OFFERS = tl.constexpr(-1)
 ASLEEP = tl.constexpr(-1)
 
@@ -54,10 +57,11 @@ class Table(NamedTuple):
 
 
 class Gains(NamedTuple):
-    """What passes have added, by the class of the agreement: [NUM_LENGTHS, S] int64 each."""
+    """What passes have added, by the class of the agreement that spoke for the history, as in the specification."""
 
-    sums: torch.Tensor
-    trials: torch.Tensor
+    sums: torch.Tensor  # [NUM_LENGTHS, S] int64
+    trials: torch.Tensor  # [NUM_LENGTHS, S] int64
+    steps_since_all: torch.Tensor  # [NUM_LENGTHS] int64
 
 
 class State(NamedTuple):
@@ -130,7 +134,8 @@ def make_state(
     new_hits, new_trials, misses = (torch.zeros_like(prior) for _ in range(3))
     trials = torch.full_like(prior, PRIOR_TRIALS.value)
     table = Table(new_hits, new_trials, prior * trials // ONE.value, trials, misses, prior.clone())
-    gains = Gains(zeros(NUM_LENGTHS.value, num_model_steps), zeros(NUM_LENGTHS.value, num_model_steps))
+    by_length = (NUM_LENGTHS.value, num_model_steps)
+    gains = Gains(zeros(*by_length), zeros(*by_length), zeros(NUM_LENGTHS.value))
     known = zeros(max_num_reqs) + NO_OFFERS.value
     return State(offers, table, gains, known, zeros(max_num_reqs), is_blind)
 
