@@ -173,6 +173,7 @@ class Pair:
             *(np.full(len(rows), SENTINEL, np.int32) for _ in range(2)),
             np.full(len(rows), SENTINEL),
             np.full((len(rows), self.num_steps + 1), SENTINEL),
+            np.full((len(rows), self.width), SENTINEL),
         )
         spec.choose(rows, limits[is_request], self.offers, self.table.chances, slot_price, expected)
         self.known[rows] = self.num_tokens[rows]
@@ -191,6 +192,8 @@ class Pair:
             num_passes = self.offers.passes[row]
             np.testing.assert_array_equal(got[: num_passes + 1], wanted[: num_passes + 1])
         assert np.all(values[~is_request] == 0)
+        np.testing.assert_array_equal(chosen.chances.numpy()[is_request], expected.chances)
+        assert np.all(chosen.chances.numpy()[~is_request] == 0)
         return (expected.values, limits[is_request]), (chosen.values, given)
 
     def settle(self, batch, chosen, pass_prices, step_price):

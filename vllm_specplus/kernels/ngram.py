@@ -13,7 +13,7 @@ ends wins. One integer holds both, so that the best end is a maximum:
 
 A search reads the request's tokens once. It looks closer at an end only if the last token agrees. The host reads
 nothing back. Grids and allocations depend on shapes alone, so a CUDA graph can capture both launches once they are
-compiled.
+compiled. `arbiter/offers.py` searches in the same way for its chains.
 """
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
@@ -32,7 +32,7 @@ _MAX_SPLITS = 128  # programs that share a request: enough for one request alone
 _MAX_LEN = 2**31 - 2**16  # ends, rounded up to a block, are counted in int32
 
 
-class _Texts(NamedTuple):
+class Texts(NamedTuple):
     """The tokens of each request of the batch, and how many drafts it may get; None: as many as there are slots."""
 
     ptr: torch.Tensor
@@ -48,7 +48,20 @@ def scratch_shape(num_reqs: int, max_len: int) -> tuple[int, int, int]:
 
     It is [num_reqs, num_splits, 2]: each program's best key of s, and its best key of the request's tokens alone.
     """
-    return num_reqs, min(max(triton.cdiv(max_len, _BLOCK), 1), _MAX_SPLITS), 2
+    return num_reqs, split_text(max_len)[0], 2
+
+
+def split_text(max_len: int) -> tuple[int, int]:
+    """How many programs share a text of up to `max_len` tokens, and how many ends each tests at a time."""
+    return min(max(triton.cdiv(max_len, _BLOCK), 1), _MAX_SPLITS), _BLOCK
+
+
+def check_search(min_ngram_size: int, max_ngram_size: int, max_len: int, width: int) -> None:
+    """Raise ValueError for n-gram sizes out of range, and for rows too long to count the ends behind `width` drafts."""
+    if not 1 <= min_ngram_size <= max_ngram_size:
+        raise ValueError(f"min_ngram_size={min_ngram_size} must lie between 1 and max_ngram_size={max_ngram_size}")
+    if max_len + width > _MAX_LEN:
+        raise ValueError(f"token_ids has rows of {max_len} tokens, more than {_MAX_LEN - width}")
 
 
 def fill_drafts(
@@ -100,12 +113,9 @@ def fill_drafts(
     max_len = token_ids.shape[1]
     if not 0 <= num_model_steps <= width or width < 1:
         raise ValueError(f"num_model_steps={num_model_steps} must lie between 0 and the {width} columns of drafts")
-    if not 1 <= min_ngram_size <= max_ngram_size:
-        raise ValueError(f"min_ngram_size={min_ngram_size} must lie between 1 and max_ngram_size={max_ngram_size}")
+    check_search(min_ngram_size, max_ngram_size, max_len, width)
     if match_override_len < 0:
         raise ValueError(f"match_override_len={match_override_len} must be 0 (off) or more")
-    if max_len + width > _MAX_LEN:
-        raise ValueError(f"token_ids has rows of {max_len} tokens, more than {_MAX_LEN - width}")
 
     device = drafts.device
     if num_drafts is None:
@@ -129,7 +139,7 @@ def fill_drafts(
         return num_drafts, num_model
 
     _launch(
-        _Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping, max_drafts),
+        Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping, max_drafts),
         drafts,
         scratch,
         DraftCounts(num_drafts, num_model),
@@ -143,7 +153,7 @@ def fill_drafts(
 
 
 def _launch(
-    texts: _Texts,
+    texts: Texts,
     drafts: torch.Tensor,
     scratch: torch.Tensor,
     counts: DraftCounts,
@@ -183,7 +193,7 @@ def _launch(
 
 
 @triton.jit
-def _load_request(texts, i_req, WIDTH: tl.constexpr):
+def load_request(texts, i_req, WIDTH: tl.constexpr):
     """A request's row, how many tokens it has, and how many drafts it may get; all 0 without a request."""
     row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
     is_request = row >= 0
@@ -196,7 +206,7 @@ def _load_request(texts, i_req, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(p_text, p_drafts, positions, num_tokens, mask, NUM_STEPS: tl.constexpr):
+def load_tokens(p_text, p_drafts, positions, num_tokens, mask, NUM_STEPS: tl.constexpr):
     """Tokens of s at int32 `positions` (a block or a scalar) where `mask`: int32."""
     tokens = tl.load(p_text + positions, mask=mask & (positions < num_tokens), other=0)
     if NUM_STEPS > 0:
@@ -207,31 +217,40 @@ def _load_tokens(p_text, p_drafts, positions, num_tokens, mask, NUM_STEPS: tl.co
 
 
 @triton.jit
-def _best_key(
+def best_of_block(
+    best,
     p_text,
     p_drafts,
     ends,
-    agrees,
+    tokens,
     tail_end,
+    last,
     num_tokens,
     MIN_SIZE: tl.constexpr,
     MAX_SIZE: tl.constexpr,
     NUM_STEPS: tl.constexpr,
 ):
-    """The greatest key of [BLOCK] `ends`. Where `agrees`, the last token agrees with the one before `tail_end`."""
-    size = agrees.to(tl.int32)
-    for back in range(1, MAX_SIZE):
-        at = tail_end - 1 - back
-        wanted = _load_tokens(p_text, p_drafts, at, num_tokens, at >= 0, NUM_STEPS)
-        agrees = agrees & (ends > back)
-        agrees = agrees & (wanted == _load_tokens(p_text, p_drafts, ends - 1 - back, num_tokens, agrees, NUM_STEPS))
-        size += agrees.to(tl.int32)
-    return tl.max(tl.where(size >= MIN_SIZE, (size.to(tl.int64) << 32) | ends, 0), axis=0)
+    """The greatest of `best` and the keys of [BLOCK] `ends`.
+
+    `tokens` stand before the ends, and `last` before `tail_end`. An end that is not before `tail_end` has no key.
+    """
+    agrees = (tokens == last) & (ends < tail_end)
+    if tl.max(agrees.to(tl.int32), axis=0) > 0:
+        size = agrees.to(tl.int32)
+        for back in range(1, MAX_SIZE):
+            at = tail_end - 1 - back
+            wanted = load_tokens(p_text, p_drafts, at, num_tokens, at >= 0, NUM_STEPS)
+            agrees = agrees & (ends > back)
+            agrees = agrees & (wanted == load_tokens(p_text, p_drafts, ends - 1 - back, num_tokens, agrees, NUM_STEPS))
+            size += agrees.to(tl.int32)
+        keys = tl.where(size >= MIN_SIZE, (size.to(tl.int64) << 32) | ends, 0)
+        best = tl.maximum(best, tl.max(keys, axis=0))
+    return best
 
 
 @triton.jit
 def _search_kernel(
-    texts,  # _Texts
+    texts,  # Texts
     drafts,  # Drafts
     scratch_ptr,
     WIDTH: tl.constexpr,
@@ -245,7 +264,7 @@ def _search_kernel(
     """Grid (num_reqs, NUM_SPLITS). A program without a block writes nothing."""
     i_req = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
-    row, num_tokens, limit = _load_request(texts, i_req, WIDTH)
+    row, num_tokens, limit = load_request(texts, i_req, WIDTH)
     end = num_tokens + NUM_STEPS
     num_blocks = tl.cdiv(end - 1, BLOCK)
     # Without free slots behind the model's drafts a match is useless, unless it may replace them.
@@ -254,23 +273,21 @@ def _search_kernel(
 
     p_text = texts.ptr + row * texts.stride
     p_drafts = drafts.ptr + i_req * drafts.stride
-    last = _load_tokens(p_text, p_drafts, end - 1, num_tokens, end > 0, NUM_STEPS)
+    last = load_tokens(p_text, p_drafts, end - 1, num_tokens, end > 0, NUM_STEPS)
     best = tl.full((), 0, tl.int64)
     best_alone = tl.full((), 0, tl.int64)
     if OVERRIDE_LEN > 0:
         last_alone = tl.load(p_text + num_tokens - 1, mask=num_tokens > 0, other=0)
     for i_block in range(i_split, num_blocks, NUM_SPLITS):
         ends = i_block * BLOCK + 1 + tl.arange(0, BLOCK)
-        tokens = _load_tokens(p_text, p_drafts, ends - 1, num_tokens, ends < end, NUM_STEPS)
-        agrees = (tokens == last) & (ends < end)
-        if tl.max(agrees.to(tl.int32), axis=0) > 0:
-            key = _best_key(p_text, p_drafts, ends, agrees, end, num_tokens, MIN_SIZE, MAX_SIZE, NUM_STEPS)
-            best = tl.maximum(best, key)
+        tokens = load_tokens(p_text, p_drafts, ends - 1, num_tokens, ends < end, NUM_STEPS)
+        best = best_of_block(
+            best, p_text, p_drafts, ends, tokens, end, last, num_tokens, MIN_SIZE, MAX_SIZE, NUM_STEPS
+        )
         if OVERRIDE_LEN > 0:
-            agrees = (tokens == last_alone) & (ends < num_tokens)
-            if tl.max(agrees.to(tl.int32), axis=0) > 0:
-                key = _best_key(p_text, p_drafts, ends, agrees, num_tokens, num_tokens, MIN_SIZE, MAX_SIZE, 0)
-                best_alone = tl.maximum(best_alone, key)
+            best_alone = best_of_block(
+                best_alone, p_text, p_drafts, ends, tokens, num_tokens, last_alone, num_tokens, MIN_SIZE, MAX_SIZE, 0
+            )
 
     p_keys = scratch_ptr + (i_req * NUM_SPLITS + i_split) * 2
     tl.store(p_keys, best)
@@ -280,7 +297,7 @@ def _search_kernel(
 
 @triton.jit
 def _fill_kernel(
-    texts,  # _Texts
+    texts,  # Texts
     drafts,  # Drafts, changed in place
     scratch_ptr,
     counts,  # out: DraftCounts
@@ -295,7 +312,7 @@ def _fill_kernel(
 ):
     """Grid (num_reqs,)."""
     i_req = tl.program_id(0).to(tl.int64)
-    row, num_tokens, limit = _load_request(texts, i_req, WIDTH)
+    row, num_tokens, limit = load_request(texts, i_req, WIDTH)
     end = num_tokens + NUM_STEPS
     p_text = texts.ptr + row * texts.stride
     p_drafts = drafts.ptr + i_req * drafts.stride
@@ -328,7 +345,7 @@ def _fill_kernel(
     columns = tl.arange(0, BLOCK_WIDTH)
     is_copied = (columns >= num_model) & (columns < num_drafts)
     positions = found + (columns - num_model) % tl.maximum(period, 1)
-    tokens = _load_tokens(p_text, p_drafts, positions, num_tokens, is_copied, NUM_STEPS)
+    tokens = load_tokens(p_text, p_drafts, positions, num_tokens, is_copied, NUM_STEPS)
     is_behind_model = (columns >= num_model) & (columns < WIDTH)
     tl.store(p_drafts + columns, tl.where(is_copied, tokens, -1).to(tl.int64), mask=is_behind_model)
     tl.store(counts.num_drafts_ptr + i_req, num_drafts)

@@ -81,6 +81,7 @@ class Chosen(NamedTuple):
     token_ids: [B, K] int32, -1 after the last draft. num_drafts, num_model: [B] int32. source: [B] int64, of the drafts
     that are not the model's; UNFILLED where there are none.
     values: [B, S + 1] int64, the value of the best drafts with each number of passes.
+    chances: [B, K] int64, of each draft if those before it are right, in units of 1 / ONE; 0 after the last draft.
     """
 
     token_ids: np.ndarray
@@ -88,6 +89,7 @@ class Chosen(NamedTuple):
     num_model: np.ndarray
     source: np.ndarray
     values: np.ndarray
+    chances: np.ndarray
 
 
 class Gains(NamedTuple):
@@ -244,6 +246,11 @@ def choose(
         chosen.token_ids[i, num_model + size :] = -1
         chosen.num_drafts[i], chosen.num_model[i] = num_model + size, num_model
         chosen.source[i] = offers.sources[chain] if chain != NO_CHAIN else UNFILLED
+        for place in range(num_model):
+            chosen.chances[i, place] = chances[_model_key(offers, row, place, passes)]
+        for n in range(size):
+            chosen.chances[i, num_model + n] = chances[_chain_key(offers, row, chain, n, passes)]
+        chosen.chances[i, num_model + size :] = 0
 
 
 @compiled()
@@ -553,7 +560,8 @@ def choose_and_settle(
     """Choose the drafts, enter what the passes have earned, and return that; see `choose` and `settle`."""
     offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
     values = np.empty((len(rows), model.shape[1] + 1), np.int64)
-    choose(rows, limits, offers, chances, slot_price, Chosen(token_ids, num_drafts, num_model, source, values))
+    chosen = Chosen(token_ids, num_drafts, num_model, source, values, np.empty(token_ids.shape, np.int64))
+    choose(rows, limits, offers, chances, slot_price, chosen)
     for i in range(len(rows)):
         known[rows[i]] = num_tokens[i]
     if model.shape[1] == 0:

@@ -18,17 +18,19 @@ _UNFILLED = tl.constexpr(sources.UNFILLED)
 
 
 class Chosen(NamedTuple):
-    """What `choose` has chosen, beside the drafts. A place without a request has neither drafts nor values.
+    """What `choose` has chosen, beside the drafts. A place without a request has no drafts, values or chances.
 
     num_drafts, num_model: [B] int32, drafts of each request, and how many of them are the model's.
     source: [B] int32, of the others; UNFILLED where there are none.
     values: [B, S + 1] int64, the value of the best drafts with each number of passes; past those made the last repeats.
+    chances: [B, K] int64, of each draft if those before it are right, in units of 1 / ONE; 0 after the last draft.
     """
 
     num_drafts: torch.Tensor
     num_model: torch.Tensor
     source: torch.Tensor
     values: torch.Tensor
+    chances: torch.Tensor
 
 
 def choose(
@@ -63,7 +65,8 @@ def choose(
     check_vector("slot_price", slot_price, 1, torch.int64)
     num_drafts = torch.empty(num_reqs, dtype=torch.int32, device=drafts.device)
     values = torch.empty((num_reqs, num_steps + 1), dtype=torch.int64, device=drafts.device)
-    chosen = Chosen(num_drafts, torch.empty_like(num_drafts), torch.empty_like(num_drafts), values)
+    chances = torch.empty((num_reqs, width), dtype=torch.int64, device=drafts.device)
+    chosen = Chosen(num_drafts, torch.empty_like(num_drafts), torch.empty_like(num_drafts), values, chances)
     if num_reqs:
         _choose_kernel[(num_reqs,)](
             state.offers,
@@ -77,6 +80,7 @@ def choose(
             DraftCounts(chosen.num_drafts, chosen.num_model),
             chosen.source,
             chosen.values,
+            chosen.chances,
             sizes_of(state),
             num_warps=1,
         )
@@ -96,6 +100,7 @@ def _choose_kernel(
     counts,  # out: DraftCounts
     source_ptr,  # out
     values_ptr,  # out
+    chances_out_ptr,  # out
     sizes,  # Sizes
 ):
     """Grid (num_reqs,)."""
@@ -158,18 +163,27 @@ def _choose_kernel(
     p_drafts = drafts.ptr + i_req * drafts.stride
     tl.store(p_drafts + slots, tl.where(is_model, drafted, copied).to(tl.int64), mask=slots < sizes.WIDTH)
 
+    keys = copied_keys(_take(chains.sources, chain), _take(chains.agreed, chain) + slots - num_model)
+    of_chain = tl.load(chances_ptr + keys, mask=(slots > num_model) & (slots < num_drafts), other=0)
+    is_first = (slots == num_model) & (slots < num_drafts)
+    of_chain = tl.where(is_first, _take(worth.first, chain), of_chain)
+    of_model = _take_each(chances[None, :], tl.where(is_model, slots, -1))
+    tl.store(chances_out_ptr + i_req * sizes.WIDTH + slots, of_model + of_chain, mask=slots < sizes.WIDTH)
+
 
 class _Worth(NamedTuple):
     """What each chain adds: [BLOCK_CHAINS] each.
 
     alone: int64, with what is known without the model's drafts. told: int64, the same tokens with what those tell.
     value, size: int64 and int32, as many tokens as are worth their slots with what the model's drafts tell.
+    first: int64, the chance of the first token with what they tell.
     """
 
     alone: tl.tensor
     told: tl.tensor
     value: tl.tensor
     size: tl.tensor
+    first: tl.tensor
 
 
 @triton.jit
@@ -194,7 +208,7 @@ def _value_chains(chains, chances_ptr, price, limit, survival, sizes):
         told += tl.where(survival_alone > price, survival - price, 0)
         value += tl.maximum(survival - price, 0)
         size += (survival > price).to(tl.int32)
-    return _Worth(alone, told, value, size)
+    return _Worth(alone, told, value, size, first)
 
 
 @triton.jit
