@@ -46,7 +46,7 @@ class Play:
         for chain, (token_ids, agreed) in offers.items():
             tokens = np.array([token_ids], np.int32).reshape(1, -1)
             self.arbiter.offer(chain, tokens, np.array([len(token_ids)], np.int32), np.array([agreed], np.int32))
-        self.num_passes = self.arbiter.num_passes()
+        self.num_passes = self.arbiter.plan_passes()
         self.arbiter.offer_model(np.array([(model or [])[: self.num_passes]], np.int32).reshape(1, -1))
         return self.arbiter.choose(np.array([min(limit, self.num_slots)]))
 
@@ -286,7 +286,7 @@ def test_a_request_that_sleeps_gets_no_model_drafts_beside_one_that_is_awake() -
     text = np.zeros((2, 10), np.int32)
     arbiter.begin(History(["a", "b"], text, np.array([1, 1]), np.array([1, 1])))
     arbiter._credits[arbiter._rows[1]] = ASLEEP
-    assert arbiter.num_passes() == 1
+    assert arbiter.plan_passes() == 1
     arbiter.offer_model(np.array([[3], [3]], np.int32))
     assert arbiter.choose(np.array([4, 4])).to_lists() == [[3], []]
 
@@ -364,7 +364,7 @@ def test_many_requests_at_once_are_each_their_own() -> None:
         arbiter.begin(History(names, text, np.full(8, step + 1), np.ones(8, np.int64)))
         tokens = np.arange(24, dtype=np.int32).reshape(8, 3)
         arbiter.offer(0, tokens, np.array([3, 0] * 4, np.int32), np.full(8, 30, np.int32))
-        arbiter.num_passes()
+        arbiter.plan_passes()
         arbiter.offer_model(100 + np.arange(8, dtype=np.int32)[:, None])
         lists = arbiter.choose(np.array([3, 3, 3, 3, 0, 0, 1, 1])).to_lists()
         for i, drafts in enumerate(lists):

@@ -53,7 +53,7 @@ def test_slots_cost_what_the_clock_tells(clock: SimpleNamespace) -> None:
     prices = StepPrices()
     play(prices, clock, 300)
     # Two tokens in 1.4 s, and .1 s for a slot.
-    assert prices.prices(1).slot == pytest.approx(0.1 * 2 / 1.4, rel=0.15)
+    assert prices.agree(1).slot == pytest.approx(0.1 * 2 / 1.4, rel=0.15)
 
 
 def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
@@ -63,16 +63,16 @@ def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
         prices.add_passes(2, 0.5)
         prices.add_tokens(3)
         clock.time += 1.5
-    found = prices.prices(1)
+    found = prices.agree(1)
     assert found.first_pass == found.later_pass == pytest.approx(0.25 * 3 / 1.5)
     assert found.step == pytest.approx(1.0 * 3 / 1.5)
 
 
 @pytest.mark.parametrize("what", [{"new": True}, {"tokens": 500}, {"running": 0}])
 def test_steps_with_prompts_and_idle_times_are_not_counted(clock: SimpleNamespace, what: dict[str, Any]) -> None:
-    prices, before = StepPrices(), StepPrices().prices(1)
+    prices, before = StepPrices(), StepPrices().agree(1)
     play(prices, clock, 50, **what)
-    assert prices.prices(1) == before
+    assert prices.agree(1) == before
 
 
 def test_prices_stand_for_eight_steps_and_are_the_first_workers(clock: SimpleNamespace) -> None:
@@ -80,5 +80,5 @@ def test_prices_stand_for_eight_steps_and_are_the_first_workers(clock: SimpleNam
     prices = StepPrices()
     for _ in range(16):
         play(prices, clock, 1)
-        assert prices.prices(1) is clock.group.sent[0]
+        assert prices.agree(1) is clock.group.sent[0]
     assert len(clock.group.sent) == 2

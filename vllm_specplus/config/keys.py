@@ -104,7 +104,7 @@ class ParsedConfig:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether history matches follow the draft model's tokens."""
+        """Whether history drafts beside the draft model."""
         return self.keys.mtp_strategy != "default"
 
     @property

@@ -18,8 +18,8 @@ from vllm_specplus.config.keys import (
 class SpecPlusOptions(CommonKeys):
     """The plugin's options, resolved, as the runners read them. Frozen; pickled to the workers.
 
-    num_model_steps: forward passes of the draft model in a hybrid; None elsewhere.
-    mtp_strategy: how the slots after `num_model_steps` are filled.
+    num_model_steps: the most forward passes of the draft model in a hybrid; None elsewhere.
+    mtp_strategy: what drafts from history beside the draft model.
     match_override_len: in a hybrid, a match of at least this many tokens replaces the model's drafts; 0: never.
     adaptive: whether each step drafts what earns most; else a fixed rule joins the sources.
     suffix_decoding_*: as vLLM's keys; -1 cached requests are no limit.
@@ -41,7 +41,7 @@ class SpecPlusOptions(CommonKeys):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether history matches follow the draft model's tokens."""
+        """Whether history drafts beside the draft model."""
         return self.mtp_strategy != "default"
 
     @property

@@ -66,7 +66,7 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     refusals.refuse(engine)
 
     # Build the config, and set the engine up for it.
-    engine = setup.without_adaptive_on_v2(setup.with_default_strategy(engine))
+    engine = setup.with_default_strategy(engine)
     speculative_config = build.speculative_config(engine)
     build.set_worker(engine)
     build.set_request_check(engine)

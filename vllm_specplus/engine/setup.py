@@ -88,15 +88,6 @@ def with_default_strategy(setup: EngineSetup) -> EngineSetup:
     return replace(setup, resolved=replace(setup.resolved, options=options))
 
 
-def without_adaptive_on_v2(setup: EngineSetup) -> EngineSetup:
-    """The engine with a fixed rule for drafts on Model Runner V2, which has no adaptive drafting yet."""
-    if not (setup.on_v2 and setup.options.adaptive):
-        return setup
-    logger.warning("adaptive=true does not act on Model Runner V2 yet: drafting goes by adaptive=false")
-    options = setup.options.model_copy(update={"adaptive": False})
-    return replace(setup, resolved=replace(setup.resolved, options=options))
-
-
 def _runs_on_v2(args: EngineArgs, resolved: Resolved) -> bool:
     """Whether vLLM is going to choose Model Runner V2; the worker checks that it did.
 

@@ -355,7 +355,7 @@ def _class_of_history(offers: Offers, row: int) -> int:
 
 @compiled()
 def plan_passes(rows: np.ndarray, offers: Offers, credits: np.ndarray, gains: Gains, prices: np.ndarray) -> int:
-    """How many passes of the draft model to make for a batch; see `Arbiter.num_passes`.
+    """How many passes of the draft model to make for a batch; see `Arbiter.plan_passes`.
 
     credits: [R] int64, ASLEEP for a request that has given the model up. prices: [S] int64, of each pass.
     """

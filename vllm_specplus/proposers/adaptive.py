@@ -11,6 +11,19 @@ from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.sources import REFERENCE
 
 
+def arrange_chains(matching: Sequence[int], num_model_steps: int) -> tuple[list[int], list[int]]:
+    """The source of each chain, and how many of the model's drafts it follows.
+
+    The chains behind the same number of the model's drafts lie side by side. The reference's chain is the last.
+
+    Args:
+        matching: the sources that match the history.
+        num_model_steps: S, the most passes of the draft model.
+    """
+    starts = [start for start in range(num_model_steps + 1) for _ in matching]
+    return [*matching] * (num_model_steps + 1) + [REFERENCE], [*starts, 0]
+
+
 class AdaptiveDrafter:
     """Drafts for a batch in each step: `plan`, then the draft model's passes, then `draft`.
 
@@ -36,16 +49,14 @@ class AdaptiveDrafter:
         self._matchers = matchers
         self._num_slots = num_speculative_tokens
         self._fixed_passes = num_model_steps if makes_all_passes else None
-        # The chains behind the same number of the model's drafts lie side by side; the reference's is the last.
-        sources = [source for _ in range(num_model_steps + 1) for source in matchers]
-        starts = [start for start in range(num_model_steps + 1) for _ in matchers]
-        self._reference_chain = len(sources)
+        sources, starts = arrange_chains(list(matchers), num_model_steps)
+        self._reference_chain = len(sources) - 1
         self.arbiter = Arbiter(
             max_num_reqs,
             num_model_steps=num_model_steps,
             num_speculative_tokens=num_speculative_tokens,
-            sources=[*sources, REFERENCE],
-            starts=[*starts, 0],
+            sources=sources,
+            starts=starts,
             is_blind=is_blind,
         )
 
@@ -69,7 +80,7 @@ class AdaptiveDrafter:
         if any(reference is not None for reference in references):
             match = _cite(history, limits, references, self._num_slots)
             self.arbiter.offer(self._reference_chain, match.token_ids, match.num_tokens, match.match_len)
-        return self.arbiter.num_passes() if self._fixed_passes is None else self._fixed_passes
+        return self.arbiter.plan_passes() if self._fixed_passes is None else self._fixed_passes
 
     def draft(self, history: History, limits: np.ndarray, model_drafts: np.ndarray) -> Choice:
         """Choose the drafts of each request.

@@ -36,8 +36,8 @@ these results bit for bit.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -50,6 +50,11 @@ _COMMON_ALLOWANCE = 4.0
 _MOST_COMMON_CREDIT = 16.0
 _COMMON_SHARE_SHIFT = 3  # of the common credit, 1 / 8 comes to each request's allowance
 _INCOME_SHIFT = 6  # of each token's time, 1 / 64 pays for trying the model again
+# As in `_arbiter`, which imports numba. A test compares them.
+_SHIFT = 16
+_ONE = 1 << _SHIFT
+ASLEEP = -1
+"""The credit of a request that has given the draft model up."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,50 @@ class Prices:
     step: float
     first_pass: float = 0.0
     later_pass: float = 0.0
+
+
+class ScaledPrices(NamedTuple):
+    """Prices in units of 1 / `ONE` tokens.
+
+    slot, step: as in `Prices`; step > 0. passes: [S] int64, of each pass.
+    """
+
+    slot: int
+    step: int
+    passes: np.ndarray
+
+    @classmethod
+    def of(cls, prices: Prices, num_model_steps: int) -> Self:
+        """Scale prices, of which none counts as more than 2^20 tokens."""
+        slot, step, first, later = (int(min(price, 2.0**20) * _ONE) for price in astuple(prices))
+        passes = [first, *[later] * num_model_steps][:num_model_steps]
+        return cls(slot, max(step, 1), np.array(passes, np.int64))
+
+
+class CommonAccount:
+    """What the draft model has earned over all requests, in the time of steps; new requests begin with it or not."""
+
+    most_credit = int(_MOST_CREDIT * _ONE)
+    """The largest credit of a single request."""
+
+    def __init__(self) -> None:
+        self._credit = int(_COMMON_ALLOWANCE * _ONE)
+
+    def add_tokens(self, num_tokens: int, step_price: int) -> None:
+        """A small share of all tokens pays for trying the model again."""
+        self.add((num_tokens << (2 * _SHIFT - _INCOME_SHIFT)) // step_price)
+
+    def add(self, profit: int) -> None:
+        """Add the profit of the model's passes in a step."""
+        credit = min(self._credit + profit, int(_MOST_COMMON_CREDIT * _ONE))
+        self._credit = max(credit, -int(_ALLOWANCE * _ONE))
+
+    def allowance(self) -> int:
+        """The credit of a new request; `ASLEEP` where it begins without the model.
+
+        Where the model pays in general, a request that it does not pay for keeps it for longer.
+        """
+        return int(_ALLOWANCE * _ONE) + (self._credit >> _COMMON_SHARE_SHIFT) if self._credit > 0 else ASLEEP
 
 
 @dataclass(frozen=True)
@@ -91,7 +140,7 @@ class Choice:
 class Arbiter:
     """Chooses among what the draft model and the chains offer; learns while it runs.
 
-    In each step: `begin`, then `offer` for each chain of start 0, `num_passes`, the model's passes, `offer_model`,
+    In each step: `begin`, then `offer` for each chain of start 0, `plan_passes`, the model's passes, `offer_model`,
     `offer` for the other chains, `choose`.
 
     Args:
@@ -120,7 +169,7 @@ class Arbiter:
         self._compiled = _arbiter
         self.num_model_steps = num_model_steps
         self.num_speculative_tokens = num_speculative_tokens
-        chances = _prior_chances(_arbiter)
+        chances = prior_chances(_arbiter)
         new_hits, new_trials, misses = (np.zeros_like(chances) for _ in range(3))
         trials = np.full_like(chances, _arbiter.PRIOR_TRIALS)
         self.table = _arbiter.Table(new_hits, new_trials, chances * trials // _arbiter.ONE, trials, misses, chances)
@@ -143,8 +192,7 @@ class Arbiter:
             np.zeros(by_length, np.int64), np.zeros(by_length, np.int64), np.zeros(_arbiter.NUM_LENGTHS, np.int64)
         )
         self._credits = np.zeros(max_num_reqs, np.int64)
-        self._common_credit = int(_COMMON_ALLOWANCE * _arbiter.ONE)
-        self._most_credit = int(_MOST_CREDIT * _arbiter.ONE)
+        self._account = CommonAccount()
         self._prices: Prices | None = None
         self.set_prices(Prices(0.0, 1.0))
 
@@ -158,11 +206,7 @@ class Arbiter:
         if prices == self._prices:
             return
         self._prices = prices
-        one = self._compiled.ONE
-        first, later = (int(min(price, 2.0**20) * one) for price in (prices.first_pass, prices.later_pass))
-        self._step_price = max(int(min(prices.step, 2.0**20) * one), 1)
-        self._slot_price = int(min(prices.slot, 2.0**20) * one)
-        self._pass_prices = np.array([first, later, *[later] * self.num_model_steps][: self.num_model_steps], np.int64)
+        self._scaled = ScaledPrices.of(prices, self.num_model_steps)
 
     def begin(self, history: History) -> None:
         """Judge the last step's offers by the tokens that have come since, and make room for this step's.
@@ -174,14 +218,14 @@ class Arbiter:
         Raises:
             RuntimeError: more requests have state than there is room for.
         """
-        self._rows, new = self._state_rows.of(history.req_ids)
+        self._rows, new = self._state_rows.assign(history.req_ids)
         for row in new:
             self._begin_request(row)
         self._num_tokens = np.ascontiguousarray(history.num_tokens[: len(self._rows)], np.int64)
         num_new = self._compiled.begin(
             history.token_ids, self._num_tokens, self._rows, self._known, *self._offers, *self.table
         )
-        self._earn((num_new << (2 * self._compiled.SHIFT - _INCOME_SHIFT)) // self._step_price)
+        self._account.add_tokens(num_new, self._scaled.step)
 
     def offer(self, chain: int, token_ids: np.ndarray, lengths: np.ndarray, agreed: np.ndarray) -> None:
         """Offer a chain to each request.
@@ -197,9 +241,9 @@ class Arbiter:
             self._rows, chain, token_ids, lengths, agreed, offers.chains, offers.lengths, offers.agreed
         )
 
-    def num_passes(self) -> int:
+    def plan_passes(self) -> int:
         """How many passes of the draft model to make, for all requests of the batch; chains of start 0 are offered."""
-        return self._compiled.plan(self._rows, *self._offers, self._credits, *self._gains, self._pass_prices)
+        return self._compiled.plan(self._rows, *self._offers, self._credits, *self._gains, self._scaled.passes)
 
     def offer_model(self, model_drafts: np.ndarray) -> None:
         """Offer the draft model's drafts, [B, passes] int, to the requests that have not given it up."""
@@ -224,39 +268,30 @@ class Arbiter:
             limits,
             *self._offers,
             self.table.chances,
-            self._slot_price,
+            self._scaled.slot,
             token_ids,
             num_drafts,
             num_model,
             sources,
             self._credits,
             *self._gains,
-            self._pass_prices,
-            self._step_price,
-            self._most_credit,
+            self._scaled.passes,
+            self._scaled.step,
+            self._account.most_credit,
         )
-        self._earn(profit)
+        self._account.add(profit)
         return Choice(token_ids, num_drafts, num_model, sources)
 
     def retain(self, req_ids: Collection[str]) -> None:
         """Drop the state of every request that is not named."""
         self._state_rows.retain(req_ids)
 
-    def _earn(self, amount: int) -> None:
-        one = self._compiled.ONE
-        credit = min(self._common_credit + amount, int(_MOST_COMMON_CREDIT * one))
-        self._common_credit = max(credit, -int(_ALLOWANCE * one))
-
     def _begin_request(self, row: int) -> None:
         self._known[row] = self._compiled.NO_OFFERS
-        self._credits[row] = self._compiled.ASLEEP
-        if self.num_model_steps and self._common_credit > 0:
-            # Where the model pays in general, a request that it does not pay for keeps it for longer.
-            allowance = int(_ALLOWANCE * self._compiled.ONE)
-            self._credits[row] = allowance + (self._common_credit >> _COMMON_SHARE_SHIFT)
+        self._credits[row] = self._account.allowance() if self.num_model_steps else ASLEEP
 
 
-def _prior_chances(compiled: Any) -> np.ndarray:
+def prior_chances(compiled: Any) -> np.ndarray:
     """[NUM_KEYS] int64: the chances of each key before anything is known."""
     lengths = np.arange(compiled.NUM_LENGTHS)
     chances = np.empty(compiled.NUM_KEYS)

@@ -87,6 +87,10 @@ class CostMeter:
         else:
             self._passes[num_passes] = known + (min(time, _MOST_TIMES_MEDIAN * known) - known) / _NUM_RECENT
 
+    def passes_time(self, num_passes: int) -> float:
+        """The usual time of some passes; 0 where that is not known."""
+        return self._passes.get(num_passes, 0.0)
+
     def costs(self) -> Costs:
         """The costs as far as they are known, and else what is usual on a GPU."""
         count, tokens, time, tokens_squared, product = self._sums

@@ -88,7 +88,7 @@ class StateRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def of(self, req_ids: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+    def assign(self, req_ids: Sequence[str]) -> tuple[np.ndarray, list[int]]:
         """[B] int64, the row of each request; and those of them that have just been given to a new request.
 
         Raises:

@@ -92,7 +92,7 @@ class NgramMatcher:
         num_reqs = len(history.req_ids)
         num_tokens = np.ascontiguousarray(history.num_tokens[:num_reqs], np.int64)
         self._check(history.token_ids, num_tokens)
-        state_rows, _ = self._state_rows.of(history.req_ids)
+        state_rows, _ = self._state_rows.assign(history.req_ids)
         # Even an empty history needs tables: the model's drafts are looked up in them.
         room = self._state[state_rows, self._index.CAPACITY]
         for i in np.flatnonzero(np.maximum(num_tokens, 1) > room).tolist():

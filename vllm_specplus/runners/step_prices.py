@@ -25,11 +25,20 @@ class StepPrices:
         self._num_scheduled = 0  # tokens of the step that runs; 0: it is not counted
         self._num_emitted = 0
         self._passes_time = 0.0
-        self._num_asked = 0
+        self._num_steps = 0
         self._prices: Prices | None = None
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether the time of this step counts: it has no prompts."""
+        return self._num_scheduled > 0
+
     def begin_step(self, scheduler_output: Any) -> None:
-        """A step begins; takes vLLM's ``SchedulerOutput``."""
+        """Enter the time of the step before, and start the clock for the next one.
+
+        Args:
+            scheduler_output: vLLM's ``SchedulerOutput``.
+        """
         now = time.perf_counter()
         goes_on = scheduler_output.scheduled_cached_reqs.num_reqs > 0
         if self._num_scheduled and self._num_emitted and goes_on:
@@ -51,13 +60,21 @@ class StepPrices:
     def add_passes(self, num_passes: int, seconds: float) -> None:
         """Count the draft model's passes of this step, and their time."""
         self._passes_time += seconds
-        if self._num_scheduled:
-            self._meter.add_passes(num_passes, seconds)
+        if self.is_counted:
+            self.add_past_passes(num_passes, seconds)
 
-    def prices(self, num_reqs: int) -> Prices:
+    def expect_passes(self, num_passes: int) -> None:
+        """Count the usual time of some passes as that of this step's, which is not known yet."""
+        self._passes_time += self._meter.passes_time(num_passes)
+
+    def add_past_passes(self, num_passes: int, seconds: float) -> None:
+        """Learn from the passes of an earlier step that was counted, and their time."""
+        self._meter.add_passes(num_passes, seconds)
+
+    def agree(self, num_reqs: int) -> Prices:
         """The prices for this step's drafts; each worker of a group has to ask in each step that drafts."""
-        if self._prices is None or self._num_asked % _PERIOD == 0:
+        if self._prices is None or self._num_steps % _PERIOD == 0:
             prices = self._pace.prices(self._meter.costs(), max(num_reqs, 1))
             self._prices = self._group.broadcast_object(prices) if self._group.world_size > 1 else prices
-        self._num_asked += 1
+        self._num_steps += 1
         return self._prices

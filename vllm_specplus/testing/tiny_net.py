@@ -12,7 +12,7 @@ Two conventions of the MiMo architecture matter to training:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,9 +64,6 @@ class ModelShape:
         if self.num_mtp_layers:
             config["num_nextn_predict_layers"] = self.num_mtp_layers
         return config
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 def rotary_table(num_positions: int, head_dim: int) -> tuple[Tensor, Tensor]:

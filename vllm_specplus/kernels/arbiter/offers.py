@@ -1,4 +1,4 @@
-"""Fills the arbiter's offers: the draft model's drafts, the n-gram match behind each number of them, any other chain."""
+"""Fills the offers: the draft model's drafts, the n-gram match behind each number of them, and any other chain."""
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
 

@@ -1,8 +1,8 @@
 """Drafting on vLLM's V1 model runner.
 
-A hybrid is a subclass of vLLM's own proposer for its draft model. It runs ``num_model_steps`` passes and then asks the
-matcher for the remaining slots. The methods without a draft model (ngram, suffix, naive) run as vLLM's custom class.
-Both return lists, so vLLM never schedules a slot that holds no draft.
+A hybrid is a subclass of vLLM's own proposer for its draft model. It runs up to ``num_model_steps`` passes, and joins
+their drafts with those of the history. The methods without a draft model (ngram, suffix, naive) run as vLLM's custom
+class. Both return lists, so vLLM never schedules a slot that holds no draft.
 """
 
 import time
@@ -14,16 +14,16 @@ import torch
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.config.keys import NAIVE
 from vllm_specplus.proposers.adaptive import AdaptiveDrafter
-from vllm_specplus.proposers.history import Matcher
+from vllm_specplus.proposers.arbiter import Choice
+from vllm_specplus.proposers.history import History, Matcher
 from vllm_specplus.proposers.hybrid import Drafts, HybridDrafter
 from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.suffix import SuffixMatcher
+from vllm_specplus.runners.arbiter_options import MATCH_LEN_CAP, arbiter_options, matching_sources
 from vllm_specplus.runners.v1.history import MAX_BATCHES_WITH_STATE, HostHistory
 from vllm_specplus.runners.v1.requests import RequestTracker
-from vllm_specplus.sources import NGRAM, SUFFIX
+from vllm_specplus.sources import SOURCES
 from vllm_specplus.strategies import uses_draft_distribution
-
-_ADAPTIVE_MATCH_LEN = 64  # longer agreements say no more
 
 if TYPE_CHECKING:
 
@@ -53,26 +53,17 @@ def make_matcher(kind: str, vllm_config: Any) -> Matcher:
         vllm_config.model_config.max_model_len,
         min_ngram_size=options.min_ngram_size,
         max_ngram_size=options.max_ngram_size,
-        match_len_cap=_ADAPTIVE_MATCH_LEN if options.adaptive else max(options.match_override_len, 1),
+        match_len_cap=MATCH_LEN_CAP if options.adaptive else max(options.match_override_len, 1),
     )
 
 
 def make_adaptive_drafter(vllm_config: Any) -> AdaptiveDrafter:
     """Make the drafter of a config with `adaptive`."""
-    options: SpecPlusOptions = vllm_config.speculative_config.specplus
-    matchers = {}
-    if options.matches_ngrams or options.matches_suffixes:
-        matchers[NGRAM] = make_matcher("ngram", vllm_config)
-    if options.matches_suffixes:
-        matchers[SUFFIX] = make_matcher("suffix", vllm_config)
-    samples_drafts = vllm_config.speculative_config.draft_sample_method == "probabilistic"
+    sources = matching_sources(vllm_config.speculative_config.specplus)
     return AdaptiveDrafter(
-        matchers,
+        {source: make_matcher(SOURCES[source], vllm_config) for source in sources},
         max_num_reqs=MAX_BATCHES_WITH_STATE * vllm_config.scheduler_config.max_num_seqs,
-        num_model_steps=options.num_model_steps or 0,
-        num_speculative_tokens=options.num_speculative_tokens,
-        is_blind=samples_drafts and uses_draft_distribution(options.verify_strategy),
-        makes_all_passes=vllm_config.parallel_config.data_parallel_size > 1,
+        **arbiter_options(vllm_config),
     )
 
 
@@ -106,12 +97,8 @@ class HistoryDrafter:
         history, room = self._history.read(sampled_token_ids, self._width)
         if self._adaptive is not None:
             self._adaptive.retain(self._history.requests_with_state())
-            assert self._tracker.prices is not None
-            self._adaptive.set_prices(self._tracker.prices.prices(len(history.req_ids)))
-            self._adaptive.plan(history, room, self._tracker.references(history.req_ids))
-            choice = self._adaptive.draft(history, room, np.empty((len(room), 0), np.int32))
-            self._tracker.take_note(history.req_ids, choice)
-            return choice.to_lists()
+            _plan_passes(self._adaptive, self._tracker, history, room)
+            return _choose(self._adaptive, self._tracker, history, room, None).to_lists()
         lists: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._matcher is not None:
             self._matcher.retain(self._history.requests_with_state())
@@ -122,7 +109,7 @@ class HistoryDrafter:
 
 
 class HybridMixin(_Proposer):
-    """Adds the matcher's drafts to those of vLLM's proposer, into which this class is mixed.
+    """Joins drafts from history with those of vLLM's proposer, into which this class is mixed.
 
     vLLM calls ``prepare_next_token_ids_*`` with this step's tokens right before ``propose``. In the padded form it has
     not yet written them into the host's copy of the sequences.
@@ -186,7 +173,7 @@ class HybridMixin(_Proposer):
         return super().prepare_next_token_ids_cpu(sampled_token_ids, requests, gpu_input_batch, num_scheduled_tokens)
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """Run the model's steps, then fill the slots after them; return one list of drafts for each request."""
+        """Make the model's passes and join their drafts with others; return one list of drafts for each request."""
         if isinstance(self._drafter, AdaptiveDrafter):
             return self._propose_what_pays(self._drafter, num_speculative_tokens, *args, **kwargs)
         model_drafts = super().propose(self._steps, *args, **kwargs)
@@ -202,17 +189,14 @@ class HybridMixin(_Proposer):
     ) -> list[list[int]]:
         history, room = self._history.read(self._sampled_tokens, num_speculative_tokens, on_host=self._tokens_on_host)
         drafter.retain(self._history.requests_with_state())
-        prices = self._tracker.prices
-        assert prices is not None
-        drafter.set_prices(prices.prices(len(history.req_ids)))
-        num_passes = drafter.plan(history, room, self._tracker.references(history.req_ids))
-        model_drafts = np.empty((len(room), 0), np.int32)
+        num_passes = _plan_passes(drafter, self._tracker, history, room)
+        model_drafts = None
         if num_passes:
             began = time.perf_counter()
             model_drafts = super().propose(num_passes, *args, **kwargs).cpu().numpy()
-            prices.add_passes(num_passes, time.perf_counter() - began)
-        choice = drafter.draft(history, room, model_drafts)
-        self._tracker.take_note(history.req_ids, choice)
+            assert self._tracker.prices is not None
+            self._tracker.prices.add_passes(num_passes, time.perf_counter() - began)
+        choice = _choose(drafter, self._tracker, history, room, model_drafts)
         drafts = Drafts(choice.to_lists(), choice.num_model)
         # Without drafts of the model no draft has a distribution.
         self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens) if num_passes else None
@@ -227,6 +211,26 @@ class HybridMixin(_Proposer):
         if model_probs is None or self._is_one_hot_to_the_verifier:
             return None
         return with_one_hot_rows(model_probs, drafts, width)
+
+
+def _plan_passes(drafter: AdaptiveDrafter, tracker: RequestTracker, history: History, room: np.ndarray) -> int:
+    assert tracker.prices is not None
+    drafter.set_prices(tracker.prices.agree(len(history.req_ids)))
+    return drafter.plan(history, room, tracker.references(history.req_ids))
+
+
+def _choose(
+    drafter: AdaptiveDrafter,
+    tracker: RequestTracker,
+    history: History,
+    room: np.ndarray,
+    model_drafts: np.ndarray | None,
+) -> Choice:
+    if model_drafts is None:
+        model_drafts = np.empty((len(room), 0), np.int32)
+    choice = drafter.draft(history, room, model_drafts)
+    tracker.take_note(history.req_ids, choice)
+    return choice
 
 
 def hybrid_class(proposer: type) -> type:

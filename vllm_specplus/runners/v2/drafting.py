@@ -7,97 +7,20 @@ asynchronous scheduling it has scheduled all slots before they are filled, and t
 (`samplers.CountingRejectionSampler`).
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.kernels.ngram import fill_drafts
-from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
+from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
+from vllm_specplus.runners.v2.fillers import EmptyFiller, NgramFiller, ReferencesFirst, SlotFiller
+from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.runners.v2.requests import RequestTracker
 from vllm_specplus.runners.v2.suffix import SuffixFiller
 
 if TYPE_CHECKING:
     from vllm_specplus.runners.v2.states import FollowedRequestState
-
-
-class SlotFiller(Protocol):
-    """Fills slots from history."""
-
-    needs_every_step: bool = False
-    """Whether it has to see the tokens of every step on the host."""
-
-    def fill(
-        self,
-        input_batch: Any,
-        drafts: torch.Tensor,
-        num_steps: int,
-        max_drafts: torch.Tensor,
-        arrival: Arrival | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft for a batch of B requests.
-
-        Args:
-            input_batch: vLLM's.
-            drafts: [B, K] int64, changed in place: the model's drafts in its first `num_steps` columns, and afterwards
-                each request's drafts with -1 after the last. K is 0 where vLLM wants no drafts.
-            num_steps: drafts that the model made for each request.
-            max_drafts: [B] int32, the most drafts of each request.
-            arrival: the tokens that `TokenCopier.advance` has brought to the host, if any.
-
-        Returns:
-            [B] int32 drafts of each request, and [B] int32 how many of them are the model's.
-        """
-
-    def reset(self) -> None:
-        """Forget all requests; nothing to do for a filler that keeps no state."""
-        return
-
-
-class NgramFiller(SlotFiller):
-    """Matches n-grams of a request's own text on the device."""
-
-    def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState"):
-        self._options = options
-        self._req_states = req_states
-
-    def fill(
-        self,
-        input_batch: Any,
-        drafts: torch.Tensor,
-        num_steps: int,
-        max_drafts: torch.Tensor,
-        arrival: Arrival | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `SlotFiller.fill`."""
-        return fill_drafts(
-            self._req_states.all_token_ids.gpu,
-            self._req_states.total_len.gpu,
-            input_batch.idx_mapping,
-            drafts,
-            num_model_steps=num_steps,
-            min_ngram_size=self._options.min_ngram_size,
-            max_ngram_size=self._options.max_ngram_size,
-            match_override_len=self._options.match_override_len,
-            max_drafts=max_drafts,
-        )
-
-
-class EmptyFiller(SlotFiller):
-    """Leaves all slots empty, for method `naive`: only references draft."""
-
-    def fill(
-        self,
-        input_batch: Any,
-        drafts: torch.Tensor,
-        num_steps: int,
-        max_drafts: torch.Tensor,
-        arrival: Arrival | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `SlotFiller.fill`."""
-        drafts.fill_(-1)
-        none = torch.zeros_like(max_drafts)
-        return none, none
 
 
 class Drafting:
@@ -128,7 +51,7 @@ class Drafting:
             keeps_last=self.is_async and options.matches_suffixes,
         )
         self.requests = RequestTracker(vllm_config, device, req_states, self._copier)
-        self._slot_filler = _make_slot_filler(options, req_states, self._copier)
+        self._slot_filler = self._make_slot_filler(vllm_config, device, req_states)
         req_states.drafting = self
 
     def begin(self, req_id: str, index: int, prompt_len: int, token_ids: list[int]) -> None:
@@ -136,6 +59,7 @@ class Drafting:
         self.requests.begin(req_id, index)
         # vLLM pads the first step of a request that has one token left to compute.
         self.num_drafts[index].zero_()
+        self._slot_filler.begin(index)
         if self._slot_filler.needs_every_step or self.requests.has_reference(index):
             self._copier.mirror.add(index, prompt_len, token_ids)
         else:
@@ -150,6 +74,10 @@ class Drafting:
         self.requests.reset()
         self._copier.reset()
         self._slot_filler.reset()
+
+    def passes(self, input_batch: Any, most: int) -> AbstractContextManager[int | None]:
+        """See `SlotFiller.passes`."""
+        return self._slot_filler.passes(input_batch, most)
 
     def fill(
         self, input_batch: Any, model_drafts: torch.Tensor | None, num_sampled: torch.Tensor, width: int
@@ -182,18 +110,20 @@ class Drafting:
         if width == 0 and not needs_every_step:
             return draft_tokens, self.num_drafts[idx_mapping], self.num_model[idx_mapping]
         num_drafts, num_model = self._slot_filler.fill(input_batch, drafts, num_steps, max_drafts, arrival)
-        num_drafts, num_model = self.requests.put_references_first(
-            input_batch, drafts, num_drafts, num_model, max_drafts
-        )
         draft_tokens.clamp_(min=0)
         self.num_drafts[idx_mapping] = num_drafts
         self.num_model[idx_mapping] = num_model
         return draft_tokens, num_drafts, num_model
 
-
-def _make_slot_filler(options: SpecPlusOptions, req_states: "FollowedRequestState", copier: TokenCopier) -> SlotFiller:
-    if options.matches_ngrams:
-        return NgramFiller(options, req_states)
-    if options.matches_suffixes:
-        return SuffixFiller(options, req_states, copier)
-    return EmptyFiller()
+    def _make_slot_filler(
+        self, vllm_config: Any, device: torch.device, req_states: "FollowedRequestState"
+    ) -> SlotFiller:
+        options: SpecPlusOptions = vllm_config.speculative_config.specplus
+        if options.adaptive:
+            return AdaptiveFiller(vllm_config, device, req_states, self._copier, self.requests)
+        filler: SlotFiller = EmptyFiller()
+        if options.matches_ngrams:
+            filler = NgramFiller(options, req_states)
+        elif options.matches_suffixes:
+            filler = SuffixFiller(options, req_states, self._copier)
+        return ReferencesFirst(filler, self.requests)

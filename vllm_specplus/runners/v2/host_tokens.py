@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm_specplus.kernels.drafts import continue_forecasts
+
 if TYPE_CHECKING:
     from vllm_specplus.runners.v2.states import FollowedRequestState
 
@@ -158,6 +160,53 @@ class TokenCopier:
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
 
+    def continue_chains(
+        self,
+        input_batch: Any,
+        token_ids: np.ndarray,
+        num_tokens: np.ndarray,
+        agreed: np.ndarray,
+        max_drafts: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Take chains that go on from the tokens on the host, and let the device go on from the latest ones.
+
+        Args:
+            input_batch: vLLM's.
+            token_ids: [B, reach] int32, what may follow.
+            num_tokens: [B] int32, tokens of each chain.
+            agreed: [B] int32, how many tokens before it agree.
+            max_drafts: [B] int32, the most drafts of each request.
+
+        Returns:
+            [B, K] int64 tokens, [B] int32 their number, 0 where other tokens have come, and [B] int32 how many tokens
+            before them agree.
+        """
+        states, idx_mapping = self._req_states, input_batch.idx_mapping
+        base_len = self.to_device(self.mirror.num_tokens[input_batch.idx_mapping_np].astype(np.int32))
+        continued = torch.empty(len(idx_mapping), self._width, dtype=torch.int64, device=self._device)
+        num_continued, _ = continue_forecasts(
+            states.all_token_ids.gpu,
+            states.total_len.gpu,
+            idx_mapping,
+            continued,
+            self.to_device(token_ids),
+            self.to_device(num_tokens),
+            base_len,
+            torch.zeros_like(base_len),
+            num_model_steps=0,
+            max_drafts=max_drafts,
+        )
+        return continued, num_continued, self.to_device(agreed) + states.total_len.gpu[idx_mapping] - base_len
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Begin to copy a tensor to the host; return the copy, and the event after which it may be read."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pins)
+        copy.copy_(tensor, non_blocking=True)
+        # A blocking event sleeps while it waits.
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        return copy, done
+
     def _send(self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor) -> Arrival:
         states, idx_mapping = self._req_states, input_batch.idx_mapping
         lengths = states.total_len.gpu[idx_mapping]
@@ -166,12 +215,7 @@ class TokenCopier:
         at = (lengths[:, None] - 1 - back).clamp_(min=0).long()
         latest = states.all_token_ids.gpu[idx_mapping[:, None], at]
         columns = (lengths[:, None], max_drafts[:, None], latest, drafts[:, :num_steps].to(torch.int32))
-        on_device = torch.cat(columns, dim=1)
-        rows = torch.empty(on_device.shape, dtype=torch.int32, pin_memory=self._pins)
-        rows.copy_(on_device, non_blocking=True)
-        # A blocking event sleeps while it waits.
-        done = torch.cuda.Event(blocking=True)
-        done.record()
+        rows, done = self.to_host(torch.cat(columns, dim=1))
         indices = input_batch.idx_mapping_np
         return Arrival(input_batch.req_ids, indices, self.mirror.generation[indices], rows, done)
 

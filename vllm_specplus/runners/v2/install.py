@@ -9,11 +9,13 @@ from vllm.v1.worker.gpu import model_runner
 from vllm_specplus import compat
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.runners import BuildStep
+from vllm_specplus.runners.arbiter_options import matching_sources
 from vllm_specplus.runners.v2.drafting import Drafting
 from vllm_specplus.runners.v2.requests import RequestTracker
 from vllm_specplus.runners.v2.samplers import CountingRejectionSampler, StrategyRejectionSampler, StrategySampler
 from vllm_specplus.runners.v2.speculator import init_speculator
 from vllm_specplus.runners.v2.states import DenseRequestState, FollowedRequestState, VariableLengthHandler
+from vllm_specplus.sources import NGRAM
 
 # vLLM builds its samplers while it loads the model.
 BUILD_STEPS: tuple[BuildStep, ...] = ("init_device", "load_model")
@@ -24,9 +26,11 @@ def plugin_classes_installed(options: SpecPlusOptions) -> Iterator[None]:
     """Rebind names in vLLM's runner module while the block builds the runner or loads its model."""
     names: dict[str, Any] = {}
     if options.drafts_from_history:
+        # The device matches n-grams beside suffix trees where the arbiter chooses.
+        sources = matching_sources(options) if options.adaptive else [NGRAM] * options.matches_ngrams
         names["init_speculator"] = init_speculator
         names["DraftTokensHandler"] = VariableLengthHandler
-        names["RequestState"] = DenseRequestState if options.matches_ngrams else FollowedRequestState
+        names["RequestState"] = DenseRequestState if NGRAM in sources else FollowedRequestState
         names["RejectionSampler"] = CountingRejectionSampler
     if options.verify_strategy is not None:
         names |= {"Sampler": StrategySampler, "RejectionSampler": StrategyRejectionSampler}

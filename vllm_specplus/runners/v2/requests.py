@@ -14,6 +14,7 @@ from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels.counts import count_drafts
 from vllm_specplus.kernels.drafts import continue_forecasts
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests, limits
+from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source
 
@@ -32,6 +33,7 @@ class RequestTracker:
         self._copier = copier
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
         self.live_requests = LiveRequests(options, vllm_config.model_config, warns=get_tp_group().rank_in_group == 0)
+        self.prices = StepPrices() if options.adaptive else None
         self._requests_by_state: dict[int, LiveRequest] = {}
         # By request state: the source of drafts that are not the model's.
         self._fill_source = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
@@ -45,6 +47,8 @@ class RequestTracker:
         Args:
             scheduler_output: vLLM's ``SchedulerOutput``.
         """
+        if self.prices is not None:
+            self.prices.begin_step(scheduler_output)
         self.live_requests.finish(scheduler_output.finished_req_ids)
         self.live_requests.begin(scheduler_output.scheduled_new_reqs)
 
@@ -86,8 +90,10 @@ class RequestTracker:
         )
 
     def reset(self) -> None:
-        """Clear the counts by source and position; no request runs."""
+        """Clear the counts by source and position, and what steps have cost; no request runs."""
         self._counts.zero_()
+        if self.prices is not None:
+            self.prices = StepPrices()
 
     def begin(self, req_id: str, index: int) -> None:
         """Take note of a request that takes a place among the request states."""
@@ -151,42 +157,46 @@ class RequestTracker:
         Returns:
             The new `num_drafts` and `num_model`.
         """
-        idx_mapping = input_batch.idx_mapping
-        referenced = self.references(input_batch)
-        if not referenced or drafts.shape[1] == 0:
+        found = self.continue_references(input_batch, max_drafts) if drafts.shape[1] else None
+        if found is None:
             return num_drafts, num_model
-
-        indices, mirror, to_device = input_batch.idx_mapping_np, self._copier.mirror, self._copier.to_device
-        forecast = np.full((len(indices), self._copier.reach), -1, np.int32)
-        num_forecast = np.zeros(len(indices), np.int32)
-        is_guess = np.zeros(len(indices), bool)
-        for i, request in referenced.items():
-            assert request.reference is not None
-            found = request.reference.draft(mirror.output(indices[i]), self._copier.reach)
-            forecast[i, : len(found)] = found
-            num_forecast[i] = len(found)
-            is_guess[i] = request.reference.is_guess
-        base_len = to_device(mirror.num_tokens[indices].astype(np.int32))
-        continued = torch.empty_like(drafts)
-        num_continued, none = continue_forecasts(
-            self._req_states.all_token_ids.gpu,
-            self._req_states.total_len.gpu,
-            idx_mapping,
-            continued,
-            to_device(forecast),
-            to_device(num_forecast),
-            base_len,
-            torch.zeros_like(num_drafts),
-            num_model_steps=0,
-            max_drafts=max_drafts,
-        )
+        continued, num_continued, agreed = found
         # A guess that no output token supports, not even the newest, is used only when the request would otherwise
         # have no drafts.
-        is_blind = to_device(is_guess) & (self._req_states.total_len.gpu[idx_mapping] == base_len) & (num_drafts > 0)
-        is_first = (num_continued > 0) & ~is_blind
-        drafts.copy_(torch.where(is_first[:, None], continued, drafts))
-        self._fill_source[idx_mapping] = torch.where(is_first, REFERENCE, self._history_source).to(torch.int32)
-        return torch.where(is_first, num_continued, num_drafts), torch.where(is_first, none, num_model)
+        is_first = (num_continued > 0) & ((agreed > 0) | (num_drafts == 0))
+        drafts.copy_(torch.where(is_first[:, None], continued[:, : drafts.shape[1]], drafts))
+        self.set_fill_source(input_batch.idx_mapping, torch.where(is_first, REFERENCE, self._history_source))
+        return torch.where(is_first, num_continued, num_drafts), torch.where(is_first, 0, num_model)
+
+    def continue_references(
+        self, input_batch: Any, max_drafts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """What the references say of how the outputs go on; see `TokenCopier.continue_chains`.
+
+        Args:
+            input_batch: vLLM's.
+            max_drafts: [B] int32, the most drafts of each request.
+
+        Returns:
+            [B, K] int64 tokens, [B] int32 their number, and [B] int32 how many output tokens speak for them; None where
+            no request of the batch has a reference.
+        """
+        referenced = self.references(input_batch)
+        if not referenced:
+            return None
+        indices, mirror, reach = input_batch.idx_mapping_np, self._copier.mirror, self._copier.reach
+        token_ids = np.full((len(indices), reach), -1, np.int32)
+        num_tokens, agreed = np.zeros(len(indices), np.int32), np.zeros(len(indices), np.int32)
+        for i, request in referenced.items():
+            assert request.reference is not None
+            found = request.reference.draft(mirror.output(indices[i]), reach)
+            token_ids[i, : len(found)] = found
+            num_tokens[i], agreed[i] = len(found), request.reference.agreed
+        return self._copier.continue_chains(input_batch, token_ids, num_tokens, agreed, max_drafts)
+
+    def set_fill_source(self, idx_mapping: torch.Tensor, sources: torch.Tensor) -> None:
+        """Note who made the drafts that are not the model's; `sources`: [B] int, for the requests of `idx_mapping`."""
+        self._fill_source[idx_mapping] = sources.to(torch.int32)
 
     def count_drafts(
         self,

@@ -1,11 +1,13 @@
 """Speculators of Model Runner V2 that draft from history.
 
-A hybrid is a subclass of vLLM's own speculator for its draft model. It runs ``num_model_steps`` passes, and `Drafting`
-fills the slots after them. The methods without a draft model have `Drafting` alone.
+A hybrid is a subclass of vLLM's own speculator for its draft model. It runs up to ``num_model_steps`` passes, and
+`Drafting` decides what fills the slots. The methods without a draft model have `Drafting` alone.
 """
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
         draft_logits: torch.Tensor | None
         num_speculative_steps: int
+        vllm_config: Any
 
         def init_cudagraph_manager(self, cudagraph_mode: Any) -> None: ...
         def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
@@ -40,6 +43,10 @@ MODEL_SPECULATORS = {
     f"{_SPECULATORS}.gemma4.speculator": "Gemma4Speculator",
     f"{_SPECULATORS}.standalone_ar.speculator": "StandaloneARSpeculator",
 }
+_RUNS_ALL_MODULES = "MultiModuleMTPSpeculator"
+"""Its passes are layers of one run."""
+_IGNORES_NUMBER = "StandaloneARSpeculator"
+"""It makes `num_speculative_steps` passes, whatever `propose` is told."""
 
 
 class HistorySpeculator(BaseSpeculator):
@@ -91,14 +98,16 @@ class HybridMixin(_Speculator):
 
     drafting: Drafting
 
-    def set_drafting(self, drafting: Drafting, writes_one_hot: bool) -> None:
-        """Set what fills the slots after the model's.
+    def set_drafting(self, drafting: Drafting, vllm_config: Any, writes_one_hot: bool) -> None:
+        """Set what fills the slots that the model's drafts leave.
 
         Args:
             drafting: of this runner.
+            vllm_config: vLLM's, of all K slots.
             writes_one_hot: whether vLLM's own verifier runs, which reads a row of draft logits for every draft.
         """
         self.drafting = drafting
+        self._config_of_slots = vllm_config
         self._writes_one_hot = writes_one_hot
         if self.draft_logits is not None and writes_one_hot:
             # Rows of padding are never read.
@@ -106,12 +115,17 @@ class HybridMixin(_Speculator):
             self.draft_logits = self.draft_logits.new_zeros(shape)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Make vLLM's graphs; that of the first draft is for all K slots, as it runs over the target's batch."""
-        steps, self.num_speculative_steps = self.num_speculative_steps, self.drafting.width
+        """Make vLLM's graphs; those of the first draft are for all K slots, as it runs over the target's batch."""
+        steps, shown = self.num_speculative_steps, self.vllm_config
+        self.num_speculative_steps, self.vllm_config = self.drafting.width, self._config_of_slots
         try:
             super().init_cudagraph_manager(cudagraph_mode)
         finally:
-            self.num_speculative_steps = steps
+            self.num_speculative_steps, self.vllm_config = steps, shown
+        later_passes = getattr(self, "decode_cudagraph_manager", None)
+        if later_passes is not None:
+            # It captures a graph for each number of passes that this config names.
+            later_passes.vllm_config = shown
 
     @torch.inference_mode()
     def propose(
@@ -127,14 +141,15 @@ class HybridMixin(_Speculator):
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Run the model's steps, then fill the slots after them; arguments are those of vLLM's speculators.
+        """Make the model's passes, then fill the slots; arguments are those of vLLM's speculators.
 
         Returns:
             [num_reqs, K] int64 drafts, padded with token 0.
         """
         width = self.drafting.width if num_speculative_tokens is None else num_speculative_tokens
         steps = min(self.num_speculative_steps, width)
-        model_drafts = super().propose(
+        propose = partial(
+            super().propose,
             input_batch,
             attn_metadata,
             slot_mappings,
@@ -143,15 +158,31 @@ class HybridMixin(_Speculator):
             num_sampled,
             *args,
             dummy_run=dummy_run,
-            num_speculative_tokens=steps,
             **kwargs,
         )
         if dummy_run:
+            propose(num_speculative_tokens=steps)
             return self.drafting.draft_tokens[: input_batch.num_reqs]
-        drafts, num_drafts, num_model = self.drafting.fill(input_batch, model_drafts[:, :steps], num_sampled, width)
+        model_drafts = None
+        with self.drafting.passes(input_batch, steps) as num_passes:
+            if num_passes is not None:
+                model_drafts = self._make_passes(propose, num_passes)
+        drafts, num_drafts, num_model = self.drafting.fill(input_batch, model_drafts, num_sampled, width)
         if self.draft_logits is not None and self._writes_one_hot:
             write_one_hot_rows(self.draft_logits, input_batch.idx_mapping, drafts, num_drafts, num_model)
         return drafts
+
+    def _make_passes(self, propose: Callable[..., torch.Tensor], num_passes: int) -> torch.Tensor:
+        """[num_reqs, passes] int64 drafts; a model whose passes go together makes all of them."""
+        steps = self.num_speculative_steps
+        if _RUNS_ALL_MODULES in type(self).__name__ and num_passes:
+            num_passes = steps
+        if _IGNORES_NUMBER in type(self).__name__:
+            self.num_speculative_steps = num_passes
+        try:
+            return propose(num_speculative_tokens=num_passes)[:, :num_passes]
+        finally:
+            self.num_speculative_steps = steps
 
 
 def init_speculator(vllm_config: Any, device: torch.device, req_states: "FollowedRequestState") -> Any:
@@ -161,17 +192,22 @@ def init_speculator(vllm_config: Any, device: torch.device, req_states: "Followe
     options: SpecPlusOptions = vllm_config.speculative_config.specplus
     if options.method in HISTORY_METHODS:
         return HistorySpeculator(vllm_config, device, req_states)
+    assert options.num_model_steps is not None
     # vLLM's speculator makes one draft for every slot, so it is shown only as many slots as the model fills.
     shown = copy.copy(vllm_config)
     shown.speculative_config = copy.copy(vllm_config.speculative_config)
-    shown.speculative_config.num_speculative_tokens = options.num_model_steps
+    steps = options.num_model_steps
+    shown.speculative_config.num_speculative_tokens = steps
+    # The numbers of passes that vLLM has to capture graphs for.
+    passes = [(number, number, number) for number in range(1, steps + 1)] if options.adaptive and steps > 1 else None
+    shown.speculative_config.num_speculative_tokens_per_batch_size = passes
     with ExitStack() as stack:
         for module_name, name in MODEL_SPECULATORS.items():
             module = import_module(module_name)
             stack.enter_context(compat.override(module, {name: _hybrid_class(getattr(module, name))}))
         speculator = vllm_init_speculator(shown, device, req_states)
     drafting = Drafting(vllm_config, device, req_states)
-    speculator.set_drafting(drafting, writes_one_hot=options.verify_strategy is None)
+    speculator.set_drafting(drafting, vllm_config, writes_one_hot=options.verify_strategy is None)
     return speculator
 
 

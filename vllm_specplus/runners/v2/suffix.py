@@ -5,6 +5,7 @@ the step before. It forecasts what comes after them, far enough to reach past th
 agrees with them, the device continues it behind them (`kernels.drafts.continue_forecasts`).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from vllm_specplus.kernels.drafts import continue_forecasts
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.hybrid import HybridDrafter
 from vllm_specplus.proposers.suffix import SuffixMatcher
+from vllm_specplus.runners.v2.fillers import SlotFiller
 from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class _MirrorHistory(History):
         return self.token_ids[self.indices[i], : self.num_tokens[i]]
 
 
-class SuffixFiller:
+class SuffixFiller(SlotFiller):
     """Fills slots from suffix trees on the host."""
 
     needs_every_step = True
@@ -64,15 +66,49 @@ class SuffixFiller:
         arrival: Arrival | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `SlotFiller.fill`."""
-        if arrival is not None:
-            self._add_finished(arrival)
-        self._matcher.retain(self._req_states.req_id_to_index)
+        self._take_in(arrival)
         if drafts.shape[1] == 0:
             return max_drafts, max_drafts
         if self._copier.is_async:
             return self._continue(input_batch, drafts, num_steps, max_drafts)
         assert arrival is not None
         return self._draft(input_batch, drafts, arrival.rows, num_steps)
+
+    def chains(
+        self, input_batch: Any, num_passes: int, max_drafts: torch.Tensor, arrival: Arrival | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """What the trees say behind each number of the model's drafts: 0, 1, ..., `num_passes`.
+
+        With asynchronous scheduling only what they say behind none of them: the others have not come to the host.
+
+        Args:
+            input_batch, max_drafts, arrival: as for `fill`.
+            num_passes: drafts that the model made for each request.
+
+        Yields:
+            [B, <= K] tokens, [B] int32 their number, [B] int32 how many tokens before them agree.
+        """
+        self._take_in(arrival)
+        history, to_device = self._history(input_batch), self._copier.to_device
+        if self._copier.is_async:
+            match = self._matcher.match(history, None, np.full(len(history.req_ids), self._copier.reach, np.int32))
+            yield self._copier.continue_chains(
+                input_batch, match.token_ids, match.num_tokens, match.match_len, max_drafts
+            )
+            return
+        assert arrival is not None
+        limits = arrival.rows[:, 1]
+        model_drafts = arrival.rows[:, arrival.rows.shape[1] - num_passes :]
+        for start in range(num_passes + 1):
+            known = model_drafts[:, :start] if start else None
+            match = self._matcher.match(history, known, np.maximum(limits - start, 0))
+            yield to_device(match.token_ids), to_device(match.num_tokens), to_device(match.match_len)
+
+    def _take_in(self, arrival: Arrival | None) -> None:
+        """Add the last tokens of requests that have finished, and drop the state of those that have gone."""
+        if arrival is not None:
+            self._add_finished(arrival)
+        self._matcher.retain(self._req_states.req_id_to_index)
 
     def _add_finished(self, arrival: Arrival) -> None:
         """Add to the trees the last tokens of requests that have finished, which are part of their responses."""

@@ -1,0 +1,243 @@
+"""The arbiter on Model Runner V2: texts, offers and choice stay on the device.
+
+The host decides one thing, how many passes of the draft model to launch. It goes by what the device has reported of an
+earlier step, so it does not wait. Every worker of a group reads the report of the same step, and so decides alike.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.kernels import arbiter as kernels
+from vllm_specplus.kernels.arbiter.state import NO_OFFERS
+from vllm_specplus.proposers.adaptive import arrange_chains
+from vllm_specplus.proposers.arbiter import ASLEEP, CommonAccount, Prices, ScaledPrices, prior_chances
+from vllm_specplus.runners.arbiter_options import MATCH_LEN_CAP, arbiter_options, matching_sources
+from vllm_specplus.runners.step_prices import StepPrices
+from vllm_specplus.runners.v2.fillers import SlotFiller
+from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
+from vllm_specplus.runners.v2.requests import RequestTracker
+from vllm_specplus.runners.v2.suffix import SuffixFiller
+from vllm_specplus.sources import NGRAM, SUFFIX
+
+if TYPE_CHECKING:
+    from vllm_specplus.runners.v2.states import FollowedRequestState
+
+
+class Clock:
+    """Reads the time at a place in the device's work."""
+
+    def __init__(self, device: torch.device):
+        self._on_host = time.perf_counter()
+        self._event = None
+        if device.type != "cpu":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def seconds_until(self, end: "Clock") -> float:
+        """The time between two readings, both of which the device has passed."""
+        if self._event is None or end._event is None:
+            return end._on_host - self._on_host
+        return self._event.elapsed_time(end._event) / 1000
+
+
+class _Passes(NamedTuple):
+    """The draft model's passes in a step: how many, and when they began and ended."""
+
+    number: int
+    began: Clock
+    ended: Clock
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What the device tells of one step, on its way to the host."""
+
+    indices: np.ndarray  # [B] request states
+    generation: np.ndarray  # [B]
+    on_host: torch.Tensor  # see `kernels.plan_passes`
+    done: Any  # torch.cuda.Event
+    passes: _Passes | None
+
+
+class AdaptiveFiller(SlotFiller):
+    """Fills slots with what earns most, of all sources; references are among them."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        req_states: "FollowedRequestState",
+        copier: TokenCopier,
+        requests: RequestTracker,
+    ):
+        self._options: SpecPlusOptions = vllm_config.speculative_config.specplus
+        self._arguments = arbiter_options(vllm_config)
+        self._device = device
+        self._req_states = req_states
+        self._copier = copier
+        self._requests = requests
+        self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self._matching = matching_sources(self._options)
+        self._suffix = SuffixFiller(self._options, req_states, copier) if SUFFIX in self._matching else None
+        self.needs_every_step = self._suffix is not None
+        # With asynchronous scheduling the host has launched a step before the device is at the end of the one before.
+        self._lag = 2 if copier.is_async else 1
+        self._is_awake = np.zeros(self._max_num_reqs, bool)
+        # Tells a request from the next one in the same place.
+        self._generation = np.zeros(self._max_num_reqs, np.int64)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was learned; no request runs."""
+        from vllm_specplus.proposers import _arbiter
+
+        steps = self._arguments["num_model_steps"]
+        sources, starts = arrange_chains(self._matching, steps)
+        self._reference_chain = len(sources) - 1
+        self._state = kernels.make_state(
+            self._max_num_reqs,
+            num_model_steps=steps,
+            num_speculative_tokens=self._arguments["num_speculative_tokens"],
+            chain_sources=sources,
+            starts=starts,
+            prior=torch.from_numpy(prior_chances(_arbiter)).to(self._device),
+            is_blind=self._arguments["is_blind"],
+        )
+        self._totals = torch.zeros(kernels.NUM_TOTALS, dtype=torch.int64, device=self._device)
+        self._totals_before = np.zeros(kernels.NUM_TOTALS, np.int64)
+        self._account = CommonAccount()
+        self._prices: Prices | None = None
+        self._reports: deque[_Report] = deque()
+        self._planned = steps
+        self._passes: _Passes | None = None
+        if self._suffix is not None:
+            self._suffix.reset()
+
+    def begin(self, index: int) -> None:
+        """Make room for a request that takes a place among the request states."""
+        credit = self._account.allowance()
+        self._generation[index] += 1
+        self._is_awake[index] = credit != ASLEEP
+        self._state.known[index].fill_(NO_OFFERS.value)
+        self._state.credits[index].fill_(credit)
+
+    @property
+    def _prices_of_steps(self) -> StepPrices:
+        assert self._requests.prices is not None
+        return self._requests.prices
+
+    @contextmanager
+    def passes(self, input_batch: Any, most: int) -> Iterator[int | None]:
+        """See `SlotFiller.passes`; the draft model does not run where all requests have given it up."""
+        # Even where vLLM wants no drafts, the draft model has to keep up with the text.
+        number = self._plan_passes(input_batch, max(most, 1))
+        began = Clock(self._device)
+        yield number or None
+        if number:
+            self._prices_of_steps.expect_passes(number)
+            if self._prices_of_steps.is_counted:
+                self._passes = _Passes(number, began, Clock(self._device))
+
+    def _plan_passes(self, input_batch: Any, most: int) -> int:
+        while len(self._reports) >= self._lag:
+            self._read(self._reports.popleft())
+        prices = self._prices_of_steps.agree(input_batch.num_reqs)
+        if prices != self._prices:
+            self._set_prices(prices)
+        if self._arguments["makes_all_passes"]:
+            return most
+        if not np.any(self._is_awake[input_batch.idx_mapping_np]):
+            return 0
+        return min(max(self._planned, 1), most)
+
+    def fill(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        max_drafts: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SlotFiller.fill`."""
+        state, idx_mapping = self._state, input_batch.idx_mapping
+        texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu
+        kernels.judge_and_update(state, *texts, idx_mapping, self._totals[:1])
+        if num_steps:
+            # In a prompt the draft model has drafted tokens that are known.
+            drafting = torch.where(max_drafts > 0, idx_mapping, -1)
+            kernels.offer_model(state, drafting, drafts[:, :num_steps])
+        if NGRAM in self._matching:
+            kernels.offer_ngrams(
+                state,
+                *texts,
+                idx_mapping,
+                max_drafts,
+                min_ngram_size=self._options.min_ngram_size,
+                max_ngram_size=self._options.max_ngram_size,
+                match_len_cap=MATCH_LEN_CAP,
+                first_chain=self._matching.index(NGRAM),
+                chains_per_start=len(self._matching),
+            )
+        if self._suffix is not None:
+            for start, chain in enumerate(self._suffix.chains(input_batch, num_steps, max_drafts, arrival)):
+                which = start * len(self._matching) + self._matching.index(SUFFIX)
+                kernels.offer_chain(state, which, idx_mapping, *chain)
+        reference = self._requests.continue_references(input_batch, max_drafts)
+        if reference is not None:
+            kernels.offer_chain(state, self._reference_chain, idx_mapping, *reference)
+
+        slot, step, *_ = self._prices_on_device.split(1)
+        pass_prices = self._prices_on_device[2:]
+        chosen = kernels.choose(state, texts[1], idx_mapping, max_drafts, slot, drafts)
+        kernels.settle(
+            state,
+            idx_mapping,
+            max_drafts,
+            chosen.values,
+            pass_prices,
+            step,
+            self._totals[1:],
+            most_credit=CommonAccount.most_credit,
+        )
+        self._send(input_batch, kernels.plan_passes(state, idx_mapping, pass_prices, self._totals))
+        self._requests.set_fill_source(idx_mapping, chosen.source)
+        return chosen.num_drafts, chosen.num_model
+
+    def _set_prices(self, prices: Prices) -> None:
+        self._prices = prices
+        scaled = ScaledPrices.of(prices, self._arguments["num_model_steps"])
+        self._step_price = scaled.step
+        # With asynchronous scheduling a slot is paid for before it is filled.
+        slot = 0 if self._copier.is_async else scaled.slot
+        self._prices_on_device = self._copier.to_device(np.array([slot, scaled.step, *scaled.passes], np.int64))
+
+    def _send(self, input_batch: Any, report: torch.Tensor) -> None:
+        on_host, done = self._copier.to_host(report)
+        indices = input_batch.idx_mapping_np
+        self._reports.append(_Report(indices, self._generation[indices], on_host, done, self._passes))
+        self._passes = None
+
+    def _read(self, report: _Report) -> None:
+        """Take over what an earlier step has told."""
+        report.done.synchronize()
+        values = report.on_host.numpy()
+        totals, credits = values[: kernels.NUM_TOTALS], values[kernels.NUM_TOTALS + 1 :]
+        num_new, profit = (totals - self._totals_before).tolist()
+        self._totals_before = totals
+        self._planned = int(values[kernels.NUM_TOTALS])
+        self._account.add_tokens(num_new, self._step_price)
+        self._account.add(profit)
+        self._prices_of_steps.add_tokens(num_new)
+        is_same = self._generation[report.indices] == report.generation
+        self._is_awake[report.indices[is_same]] = credits[is_same] != ASLEEP
+        if report.passes is not None:
+            number, began, ended = report.passes
+            self._prices_of_steps.add_past_passes(number, began.seconds_until(ended))

@@ -1,0 +1,131 @@
+"""Ways to fill the slots of a step from history, by fixed rules."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.kernels.ngram import fill_drafts
+from vllm_specplus.runners.v2.host_tokens import Arrival
+from vllm_specplus.runners.v2.requests import RequestTracker
+
+if TYPE_CHECKING:
+    from vllm_specplus.runners.v2.states import FollowedRequestState
+
+
+class SlotFiller(Protocol):
+    """Fills slots from history."""
+
+    needs_every_step: bool = False
+    """Whether it has to see the tokens of every step on the host."""
+
+    def fill(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        max_drafts: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft for a batch of B requests.
+
+        Args:
+            input_batch: vLLM's.
+            drafts: [B, K] int64, changed in place: the model's drafts in its first `num_steps` columns, and afterwards
+                each request's drafts with -1 after the last. K is 0 where vLLM wants no drafts.
+            num_steps: drafts that the model made for each request.
+            max_drafts: [B] int32, the most drafts of each request.
+            arrival: the tokens that `TokenCopier.advance` has brought to the host, if any.
+
+        Returns:
+            [B] int32 drafts of each request, and [B] int32 how many of them are the model's.
+        """
+
+    def begin(self, index: int) -> None:
+        """Take note of a request that takes a place among the request states; nothing to do by default."""
+        return
+
+    def passes(self, input_batch: Any, most: int) -> AbstractContextManager[int | None]:
+        """The draft model runs in this block, and makes as many passes as it is given; None: it is not to run.
+
+        Args:
+            input_batch: vLLM's.
+            most: the most passes, and how many there are by default. With 0 the draft model still takes in the text.
+        """
+        return nullcontext(most)
+
+    def reset(self) -> None:
+        """Forget all requests; nothing to do for a filler that keeps no state."""
+        return
+
+
+class NgramFiller(SlotFiller):
+    """Matches n-grams of a request's own text on the device."""
+
+    def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState"):
+        self._options = options
+        self._req_states = req_states
+
+    def fill(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        max_drafts: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SlotFiller.fill`."""
+        return fill_drafts(
+            self._req_states.all_token_ids.gpu,
+            self._req_states.total_len.gpu,
+            input_batch.idx_mapping,
+            drafts,
+            num_model_steps=num_steps,
+            min_ngram_size=self._options.min_ngram_size,
+            max_ngram_size=self._options.max_ngram_size,
+            match_override_len=self._options.match_override_len,
+            max_drafts=max_drafts,
+        )
+
+
+class EmptyFiller(SlotFiller):
+    """Leaves all slots empty, for method `naive`: only references draft."""
+
+    def fill(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        max_drafts: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SlotFiller.fill`."""
+        drafts.fill_(-1)
+        none = torch.zeros_like(max_drafts)
+        return none, none
+
+
+class ReferencesFirst(SlotFiller):
+    """Puts the drafts of a request's reference in the place of another filler's, where it has some to say."""
+
+    def __init__(self, filler: SlotFiller, requests: RequestTracker):
+        self._filler = filler
+        self._requests = requests
+        self.needs_every_step = filler.needs_every_step
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        self._filler.reset()
+
+    def fill(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        max_drafts: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SlotFiller.fill`."""
+        num_drafts, num_model = self._filler.fill(input_batch, drafts, num_steps, max_drafts, arrival)
+        return self._requests.put_references_first(input_batch, drafts, num_drafts, num_model, max_drafts)
