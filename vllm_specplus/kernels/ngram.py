@@ -281,9 +281,7 @@ def _search_kernel(
     for i_block in range(i_split, num_blocks, NUM_SPLITS):
         ends = i_block * BLOCK + 1 + tl.arange(0, BLOCK)
         tokens = load_tokens(p_text, p_drafts, ends - 1, num_tokens, ends < end, NUM_STEPS)
-        best = best_of_block(
-            best, p_text, p_drafts, ends, tokens, end, last, num_tokens, MIN_SIZE, MAX_SIZE, NUM_STEPS
-        )
+        best = best_of_block(best, p_text, p_drafts, ends, tokens, end, last, num_tokens, MIN_SIZE, MAX_SIZE, NUM_STEPS)
         if OVERRIDE_LEN > 0:
             best_alone = best_of_block(
                 best_alone, p_text, p_drafts, ends, tokens, num_tokens, last_alone, num_tokens, MIN_SIZE, MAX_SIZE, 0
