@@ -362,7 +362,7 @@ class Steps:
             assert self.state.credits[self.rows[name]] == self.credit(name)
         for tensor, array in zip(self.state.table, self.arbiter.table, strict=True):
             np.testing.assert_array_equal(tensor.numpy(), array)
-        for tensor, array in zip(self.state.gains, self.arbiter._gains[:2], strict=True):
+        for tensor, array in zip(self.state.gains[:2], self.arbiter._gains[:2], strict=True):
             np.testing.assert_array_equal(tensor.numpy(), array)
 
 
