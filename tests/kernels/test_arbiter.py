@@ -176,6 +176,7 @@ class Pair:
             np.full((len(rows), self.width), SENTINEL),
         )
         spec.choose(rows, limits[is_request], self.offers, self.table.chances, slot_price, expected)
+        self.assert_chances_give_the_value(rows, expected, slot_price)
         self.known[rows] = self.num_tokens[rows]
         drafts = torch.full((num_places, self.width + 2), SENTINEL)
         given = torch.from_numpy(limits).to(torch.int32)
@@ -195,6 +196,18 @@ class Pair:
         np.testing.assert_array_equal(chosen.chances.numpy()[is_request], expected.chances)
         assert np.all(chosen.chances.numpy()[~is_request] == 0)
         return (expected.values, limits[is_request]), (chosen.values, given)
+
+    def assert_chances_give_the_value(self, rows, expected, slot_price):
+        """A blind choice has no value of its own: its chain may be another than the one it was valued with."""
+        for row, drafts, chances, values in zip(
+            rows, expected.token_ids, expected.chances, expected.values, strict=True
+        ):
+            survival, value = ONE, 0
+            for chance in chances[drafts >= 0]:
+                survival = survival * chance >> spec.SHIFT
+                value += survival - slot_price
+            assert self.offers.is_blind or value == values[self.offers.passes[row]]
+            assert np.all(chances[drafts < 0] == 0)
 
     def settle(self, batch, chosen, pass_prices, step_price):
         (values, limits), (values_given, limits_given) = chosen

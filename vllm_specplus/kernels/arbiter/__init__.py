@@ -4,17 +4,18 @@
 |---|---|---|---|
 | `judge_and_update` | `_judge_kernel` | takes a request | judges its last offers by the tokens that came |
 | | `_update_kernel` | takes the table | takes the new trials over, forgets old ones, sets the chances |
-| `offer_model` | `_offer_model_kernel` | takes a request | notes the model's drafts |
-| `offer_ngrams` | `_search_kernel` | takes some ends of a request | finds its longest n-gram match |
-| | `_fill_kernel` | takes a request | notes what followed there, behind each number of the model's drafts |
-| `offer_chain` | `_offer_chain_kernel` | takes a request | notes any other chain |
+| `offer_model` | `_offer_model_kernel` | takes a request | writes the draft model's drafts |
+| `offer_ngrams` | `_search_kernel` | takes a chain, and a share of the text | finds the end of the same n-gram |
+| | `_fill_kernel` | takes a chain of a request | writes what followed there |
+| `offer_chain` | `_offer_chain_kernel` | takes a request | writes any other chain |
 | `choose` | `_choose_kernel` | takes a request | writes its drafts, and what each pass of the model has added |
 | `settle` | `_settle_kernel` | takes the batch | enters what the passes have added and cost |
 | `plan_passes` | `_plan_kernel` | takes the batch | says how many passes pay, for a later step |
 
 `proposers/_arbiter.py` is the specification. All numbers are integers, and none depends on the order of requests. So
-the results are the same bit for bit. The host reads back what `plan_passes` reports, when it has come. Grids depend on
-shapes alone. Prices are tensors, because they change from step to step.
+the results are the same bit for bit. `offer_ngrams` is `NgramMatcher` behind each number of the model's drafts, with
+one launch of each kernel for all numbers. The host reads back what `plan_passes` reports, when it has come. Grids
+depend on shapes alone. Prices are tensors, because they change from step to step.
 """
 
 from vllm_specplus.kernels.arbiter.accounts import settle

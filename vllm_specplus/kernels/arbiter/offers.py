@@ -1,4 +1,4 @@
-"""Fills the offers: the draft model's drafts, the n-gram match behind each number of them, and any other chain."""
+"""Fills the arbiter's offers: the model's drafts, the n-gram match behind each number of them, any other chain."""
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
 
@@ -126,9 +126,10 @@ def _offer_chain_kernel(
     i_req = tl.program_id(0).to(tl.int64)
     row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + i_req), 0), num_columns)
+    length = tl.where(row >= 0, length, 0)
     at = row * sizes.NUM_CHAINS + chain
     slots = tl.arange(0, sizes.BLOCK_WIDTH)
-    is_token = (slots < length) & (row >= 0)
+    is_token = slots < length
     tokens = tl.load(tokens_ptr + i_req * tokens_stride + slots, mask=is_token, other=0)
     tl.store(offers.chains + at * sizes.WIDTH + slots, tokens.to(tl.int32), mask=is_token)
     tl.store(offers.lengths + at, length, mask=row >= 0)
