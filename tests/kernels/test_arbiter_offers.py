@@ -23,7 +23,7 @@ from vllm_specplus.kernels.arbiter import (
 from vllm_specplus.proposers import NgramMatcher
 from vllm_specplus.proposers import _arbiter as spec
 from vllm_specplus.proposers.adaptive import AdaptiveDrafter
-from vllm_specplus.proposers.arbiter import Prices
+from vllm_specplus.proposers.arbiter import CommonAccount, Prices
 from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX
 
 pytestmark = pytest.mark.interpreter
@@ -324,7 +324,7 @@ class Steps:
         self.new = []
 
     def credit(self, name):
-        row = self.arbiter._state_rows.of([name])[0][0]
+        row = self.arbiter._state_rows.assign([name])[0][0]
         return int(self.arbiter._credits[row])
 
     def draft(self, order, limits, model):
@@ -341,10 +341,10 @@ class Steps:
         offer_model(self.state, idx_mapping, drafted)
         offer_ngrams(self.state, token_ids, num_tokens, idx_mapping, given, **self.sizes)
         drafts = torch.zeros(len(idx_mapping), self.width, dtype=torch.int64)
-        slot_price = torch.tensor([self.arbiter._slot_price])
+        slot_price = torch.tensor([self.arbiter._scaled.slot])
         chosen = choose(self.state, num_tokens, idx_mapping, given, slot_price, drafts)
-        prices = torch.from_numpy(self.arbiter._pass_prices), torch.tensor([self.arbiter._step_price])
-        profit, most_credit = torch.zeros(1, dtype=torch.int64), self.arbiter._most_credit
+        prices = torch.from_numpy(self.arbiter._scaled.passes), torch.tensor([self.arbiter._scaled.step])
+        profit, most_credit = torch.zeros(1, dtype=torch.int64), CommonAccount.most_credit
         settle(self.state, idx_mapping, given, chosen.values, *prices, profit, most_credit=most_credit)
         return drafts, chosen
 

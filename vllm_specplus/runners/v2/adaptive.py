@@ -118,6 +118,7 @@ class AdaptiveFiller(SlotFiller):
         self._reports: deque[_Report] = deque()
         self._planned = steps
         self._passes: _Passes | None = None
+        self._is_in_step = False
         if self._suffix is not None:
             self._suffix.reset()
 
@@ -146,12 +147,19 @@ class AdaptiveFiller(SlotFiller):
             if self._prices_of_steps.is_counted:
                 self._passes = _Passes(number, began, Clock(self._device))
 
-    def _plan_passes(self, input_batch: Any, most: int) -> int:
+    def _begin_step(self, input_batch: Any) -> None:
+        """Take over what has been told of an earlier step, and the prices for this one; once a step."""
+        if self._is_in_step:
+            return
+        self._is_in_step = True
         while len(self._reports) >= self._lag:
             self._read(self._reports.popleft())
         prices = self._prices_of_steps.agree(input_batch.num_reqs)
         if prices != self._prices:
             self._set_prices(prices)
+
+    def _plan_passes(self, input_batch: Any, most: int) -> int:
+        self._begin_step(input_batch)
         if self._arguments["makes_all_passes"]:
             return most
         if not np.any(self._is_awake[input_batch.idx_mapping_np]):
@@ -167,6 +175,8 @@ class AdaptiveFiller(SlotFiller):
         arrival: Arrival | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `SlotFiller.fill`."""
+        self._begin_step(input_batch)
+        self._is_in_step = False
         state, idx_mapping = self._state, input_batch.idx_mapping
         texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu
         kernels.judge_and_update(state, *texts, idx_mapping, self._totals[:1])
