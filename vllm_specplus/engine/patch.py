@@ -47,6 +47,7 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     """vLLM's own SpeculativeConfig where no plugin key is used, else the plugin's subclass of it."""
     # Read what the user wrote.
     _reset_async_scheduling(args)
+    _reset_scheduler(args)
     config = _user_config(args)
     if config is None:
         return original(args, model_config, parallel_config)
@@ -60,13 +61,13 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     if warning := check_vllm():
         logger.warning("%s", warning)
     # These modules import names of vLLM that the check has just found.
-    from vllm_specplus.engine import build, refusals, setup
+    from vllm_specplus.engine import build, lengths, refusals, setup
 
     engine = setup.EngineSetup.read(args, resolved, model_config, parallel_config)
     refusals.refuse(engine)
 
     # Build the config, and set the engine up for it.
-    engine = setup.with_default_strategy(engine)
+    engine = lengths.with_chosen_lengths(setup.with_default_strategy(engine))
     speculative_config = build.speculative_config(engine)
     build.set_worker(engine)
     build.set_request_check(engine)
@@ -104,6 +105,12 @@ def _hand_to_vllm(args: EngineArgs, config: dict[str, Any], resolved: Resolved) 
 def _reset_async_scheduling(args: EngineArgs) -> None:
     if vars(args).pop(_ASYNC_TURNED_OFF, False):
         args.async_scheduling = None
+
+
+def _reset_scheduler(args: EngineArgs) -> None:
+    """Take the plugin's scheduler out of arguments that vLLM uses again."""
+    if str(getattr(args, "scheduler_cls", None)).startswith("vllm_specplus."):
+        args.scheduler_cls = None
 
 
 def _set_async_scheduling(args: EngineArgs, reason: str | None) -> None:
