@@ -1,10 +1,12 @@
 """The lengths of a step, by simulation: what is chosen is as good as the best fixed length, without knowing it."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import cache
 
 import numpy as np
+import pytest
 
 from vllm_specplus.proposers.draft_lengths import DraftLengths, Plan, make_lengths
 
@@ -95,3 +97,105 @@ class Simulation:
 @cache
 def best_fixed(name: str, num_reqs: int, slot_cost: float, num_steps: int, seed: int = 0) -> float:
     return max(Simulation(SOURCES[name], num_reqs, slot_cost, seed).rate(length, num_steps) for length in LENGTHS)
+
+
+# The longer runs are where a step of many requests is dear, so that what is tried at first weighs most.
+NUM_STEPS_OF = {1: 1500, 16: 600, 64: 600}
+CASES = [(name, num_reqs, cost) for name in SOURCES for num_reqs in NUM_STEPS_OF for cost in (0.01, 0.05, 0.2)]
+
+
+@pytest.mark.parametrize(("name", "num_reqs", "slot_cost"), CASES)
+def test_the_choice_keeps_up_with_the_best_fixed_length(name: str, num_reqs: int, slot_cost: float) -> None:
+    num_steps = NUM_STEPS_OF[num_reqs]
+    simulation = Simulation(SOURCES[name], num_reqs, slot_cost)
+    rate = simulation.rate(DraftLengths(LENGTHS), num_steps)
+    assert rate >= 0.97 * best_fixed(name, num_reqs, slot_cost, num_steps)
+
+
+@pytest.mark.parametrize(("slot_cost", "gain"), [(0.05, 1.02), (0.2, 1.08)])
+def test_bursts_are_used_where_slots_are_dear(slot_cost: float, gain: float) -> None:
+    rates = [Simulation(bursts, 1, slot_cost, seed).rate(DraftLengths(LENGTHS)) for seed in range(3)]
+    best = [best_fixed("bursts", 1, slot_cost, NUM_STEPS, seed) for seed in range(3)]
+    assert sum(rates) >= gain * sum(best)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 16])
+def test_a_source_that_turns_bad_is_followed_and_back(num_reqs: int) -> None:
+    """A few hundred tokens of each; in each part the slots of the first steps are left out."""
+    num_steps = 200
+    simulation = Simulation(constant(0.9), num_reqs, 0.05)
+    lengths = DraftLengths(LENGTHS)
+    good, bad = simulation.runs, Simulation(constant(0.0), num_reqs, 0.05).runs
+    for runs in (good, bad, good, bad, good):
+        simulation.runs = runs
+        best = 0 if runs is bad else 4 if num_reqs > 1 else 8
+        simulation.rate(lengths, 50)
+        simulation.rate(lengths, num_steps)
+        mean = np.mean(simulation.chosen)
+        assert mean >= best / 2 if runs is good else mean <= 0.3
+
+
+def test_a_source_without_hope_costs_little() -> None:
+    """A slot is tried for a hundredth of the time, or not at all where it could not pay."""
+    for slot_cost, most in ((0.2, 0.08), (3.0, 0.004)):
+        simulation = Simulation(constant(0.0), 16, slot_cost)
+        lengths = DraftLengths(LENGTHS)
+        simulation.rate(lengths, 100)
+        simulation.rate(lengths, 1000)
+        assert np.mean([length > 0 for length in simulation.chosen]) <= most
+
+
+def test_a_pause_does_not_change_what_slots_cost() -> None:
+    lengths = DraftLengths([0, 4])
+    for k in range(60):
+        lengths.add_step(5 if k % 2 else 1, 1, 1.0 + 0.1 * (5 if k % 2 else 1) + (100.0 if k in (0, 30) else 0.0))
+    none, four = lengths._times.times([1, 5], 1)
+    assert (four - none) / none == pytest.approx(0.4 / 1.1, rel=0.2)
+
+
+def test_requests_that_ended_are_forgotten() -> None:
+    lengths = DraftLengths([0, 2])
+    plan = lengths.choose(["a", "b"])
+    for req_id in ("a", "b"):
+        lengths.add_result(req_id, 2, 2, plan)
+    assert lengths.num_requests == 2
+    lengths.end(["a", "unknown"])
+    assert lengths.num_requests == 1
+
+
+def test_without_a_request_the_choice_is_for_a_new_one() -> None:
+    assert DraftLengths([0, 2]).choose([]) == Plan(DraftLengths([0, 2]).choose(["a"]).length)
+
+
+@pytest.mark.parametrize(
+    ("num_speculative_tokens", "max_lengths", "expected"),
+    [
+        (1, 6, [0, 1]),
+        (3, 6, [0, 1, 2, 3]),
+        (8, 6, [0, 1, 2, 4, 8]),
+        (16, 6, [0, 1, 2, 4, 8, 16]),
+        (20, 6, [0, 1, 2, 8, 16, 20]),
+        (20, 3, [0, 1, 20]),
+        (20, 2, [0, 20]),
+        (20, 1, [20]),
+    ],
+)
+def test_lengths(num_speculative_tokens: int, max_lengths: int, expected: list[int]) -> None:
+    assert make_lengths(num_speculative_tokens, max_lengths) == expected
+
+
+def test_a_choice_is_cheap() -> None:
+    """Some microseconds a step and about one a request; the bound allows for a machine that does other things."""
+    ids = [str(i) for i in range(256)]
+    lengths = DraftLengths(LENGTHS)
+    rng = np.random.default_rng(0)
+    accepted = rng.integers(0, 5, (50, len(ids))).tolist()
+    took = []
+    for k in range(50):
+        begin = time.perf_counter()
+        plan = lengths.choose(ids)
+        for req_id, num in zip(ids, accepted[k], strict=True):
+            lengths.add_result(req_id, 4, num, plan)
+        lengths.add_step(len(ids) * 5, len(ids), 1.0)
+        took.append(time.perf_counter() - begin)
+    assert sorted(took)[len(took) // 2] < 10e-6 * len(ids)

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from vllm.logger import init_logger
 
-from vllm_specplus.config.errors import show
 from vllm_specplus.engine.setup import EngineSetup, reason_for_synchronous_scheduling
 from vllm_specplus.engine.speculative_config import SCHEDULE_KEY
 from vllm_specplus.proposers.draft_lengths import make_lengths
@@ -26,7 +25,7 @@ def with_chosen_lengths(setup: EngineSetup) -> EngineSetup:
         return setup
     reason = reason_for_fixed_length(setup)
     if reason is not None:
-        logger.info("each step has %d slots for drafts: %s", setup.options.num_speculative_tokens, reason)
+        logger.info("slots for drafts in a step: always %d, since %s", setup.options.num_speculative_tokens, reason)
         return setup
     setup.args.scheduler_cls = SCHEDULER
     room = _MAX_LENGTHS if setup.args.max_num_seqs is None else min(_MAX_LENGTHS, setup.args.max_num_seqs)
@@ -37,15 +36,15 @@ def reason_for_fixed_length(setup: EngineSetup) -> str | None:
     """Why all steps of an adaptive engine with asynchronous scheduling have one length; None: its scheduler chooses."""
     args, vllm_keys, parallel = setup.args, setup.resolved.vllm, setup.parallel_config
     if args.scheduler_cls not in (None, SCHEDULER):
-        return f"scheduler_cls={show(args.scheduler_cls)} schedules them"
+        return f"scheduler_cls={args.scheduler_cls!r} chooses them"
     if vllm_keys.get(SCHEDULE_KEY):
-        return f"{SCHEDULE_KEY} says how many by the batch size"
+        return f"{SCHEDULE_KEY} sets them by the batch size"
     if vllm_keys.get("enable_adaptive_verification"):
         return "enable_adaptive_verification=true trims them"
     if parallel.data_parallel_size > 1:
-        return f"data_parallel_size={parallel.data_parallel_size}, and vLLM wants all ranks to have the same number"
+        return f"with data_parallel_size={parallel.data_parallel_size} vLLM wants the same number on all ranks"
     if parallel.pipeline_parallel_size > 1:
-        return f"pipeline_parallel_size={parallel.pipeline_parallel_size}, so results come too late to choose by"
+        return f"with pipeline_parallel_size={parallel.pipeline_parallel_size} results come too late to choose by"
     if args.max_num_seqs == 1:
         return "with max_num_seqs=1 vLLM captures CUDA graphs for one number only"
     return None

@@ -1,6 +1,7 @@
 """The one permanent patch: where the plugin's config enters vLLM."""
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ logger = init_logger("vllm.specplus")
 _ORIGINAL = "specplus_original"
 # Marks EngineArgs that vLLM may use again, perhaps for a config without plugin keys.
 _ASYNC_TURNED_OFF = "specplus_turned_async_scheduling_off"
+_SCHEDULER_LOGGER = "vllm.config.scheduler"
+_OWN_SCHEDULER = "vllm_specplus.engine.scheduler"
 # vLLM writes these into the user's dict when it builds its config.
 _ENGINE_KEYS = ("target_model_config", "target_parallel_config")
 _FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
@@ -39,6 +42,8 @@ def install() -> None:
                 _exit(error)
             raise
 
+    # vLLM warns of a custom scheduler; who turned plugin keys on has not chosen one.
+    logging.getLogger(_SCHEDULER_LOGGER).addFilter(lambda record: _OWN_SCHEDULER not in record.getMessage())
     setattr(create_speculative_config, _ORIGINAL, original)
     EngineArgs.create_speculative_config = create_speculative_config
 
@@ -109,7 +114,7 @@ def _reset_async_scheduling(args: EngineArgs) -> None:
 
 def _reset_scheduler(args: EngineArgs) -> None:
     """Take the plugin's scheduler out of arguments that vLLM uses again."""
-    if str(getattr(args, "scheduler_cls", None)).startswith("vllm_specplus."):
+    if str(getattr(args, "scheduler_cls", None)).startswith(_OWN_SCHEDULER):
         args.scheduler_cls = None
 
 

@@ -42,7 +42,7 @@ class LengthScheduler(AsyncScheduler):
         if self.dynamic_sd_lookup is not None:
             lengths = sorted(set(self.dynamic_sd_lookup[1:]))
             shown = ", ".join(map(str, lengths))
-            logger.info("each step has %s slots for drafts, as many as those before it have paid for", shown)
+            logger.info("slots for drafts in a step: %s, whichever the accepted drafts pay for", shown)
             self._tables = {length: [length] * len(self.dynamic_sd_lookup) for length in lengths}
             self.dynamic_sd_lookup = self._tables[lengths[-1]]
             self._chooser = LengthChooser(lengths)

@@ -38,15 +38,15 @@ def make_lengths(num_speculative_tokens: int, max_lengths: int) -> list[int]:
 
     Args:
         num_speculative_tokens: K, the longest, >= 1.
-        max_lengths: the most lengths, >= 1. Where there are too many, the powers next to K are left out, or others that
-            leave the ratio between neighbours even. The last to stay are K and 0.
+        max_lengths: the most lengths, >= 1. K stays first, then 0, then 1. Of the other powers those stay that leave
+            neighbours much the same ratio.
     """
     powers = [1 << i for i in range(num_speculative_tokens.bit_length()) if 1 << i < num_speculative_tokens]
     if max_lengths < 2:
         return [num_speculative_tokens]
     room = max_lengths - 2
     if len(powers) > room:
-        powers = [powers[i * len(powers) // room] for i in range(room)]
+        powers = [powers[(2 * i * len(powers) + room) // (2 * room)] for i in range(room)]
     return [0, *powers, num_speculative_tokens]
 
 

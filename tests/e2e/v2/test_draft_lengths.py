@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import PROMPTS, engine
+from tests.e2e.engines import engine
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from vllm_specplus.engine import setup
 from vllm_specplus.engine.scheduler import LengthScheduler
@@ -14,7 +14,13 @@ from vllm_specplus.proposers.draft_lengths import DraftLengths
 pytestmark = pytest.mark.interpreter
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram", "num_speculative_tokens": 8, "max_ngram_size": 4, "min_ngram_size": 1},
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 8,
+        "max_ngram_size": 4,
+        "min_ngram_size": 1,
+        "adaptive": True,
+    },
     "hybrid": {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2, "mtp_strategy": "with_ngram"},
 }
 
@@ -75,4 +81,4 @@ def test_an_error_of_the_choice_costs_the_choice_alone(
         assert scheduler._chooser is None
         assert set(scheduler.dynamic_sd_lookup or ()) == {8}
         counts = e.counts()
-    assert 0 < counts.accepted
+    assert counts.accepted > 0
