@@ -13,7 +13,7 @@ from vllm_specplus.proposers.draft_lengths import DraftLengths, Plan, make_lengt
 MOST = 16
 LENGTHS = make_lengths(MOST, 6)
 NUM_STEPS = 3000
-NUM_TOKENS = 40_000
+NUM_TOKENS = 20_000
 
 Source = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -45,10 +45,9 @@ SOURCES: dict[str, Source] = {f"{c}": constant(c) for c in (0.9, 0.5, 0.1, 0.0)}
 
 def run_lengths(rights: np.ndarray) -> list[int]:
     """For each place how many drafts in a row are right from there on."""
-    runs = np.zeros(len(rights) + 1, int)
-    for i in range(len(rights) - 1, -1, -1):
-        runs[i] = runs[i + 1] + 1 if rights[i] else 0
-    return runs[:-1].tolist()
+    places = np.arange(len(rights))
+    misses = np.where(rights, len(rights), places)
+    return (np.minimum.accumulate(misses[::-1])[::-1] - places).tolist()
 
 
 class Simulation:
@@ -135,20 +134,19 @@ def test_a_source_that_turns_bad_is_followed_and_back(num_reqs: int) -> None:
         assert mean >= best / 2 if runs is good else mean <= 0.3
 
 
-def test_a_source_without_hope_costs_little() -> None:
-    """A slot is tried for a hundredth of the time, or not at all where it could not pay."""
-    for slot_cost, most in ((0.2, 0.08), (3.0, 0.004)):
-        simulation = Simulation(constant(0.0), 16, slot_cost)
-        lengths = DraftLengths(LENGTHS)
-        simulation.rate(lengths, 100)
-        simulation.rate(lengths, 1000)
-        assert np.mean([length > 0 for length in simulation.chosen]) <= most
+@pytest.mark.parametrize("slot_cost", [0.2, 3.0])
+def test_a_source_without_hope_costs_a_hundredth(slot_cost: float) -> None:
+    simulation = Simulation(constant(0.0), 16, slot_cost)
+    lengths = DraftLengths(LENGTHS)
+    simulation.rate(lengths, 100)
+    assert simulation.rate(lengths, 1000) >= 0.985 * simulation.rate(0, 10)
 
 
-def test_a_pause_does_not_change_what_slots_cost() -> None:
+def test_a_pause_hardly_changes_what_slots_cost() -> None:
     lengths = DraftLengths([0, 4])
-    for k in range(60):
-        lengths.add_step(5 if k % 2 else 1, 1, 1.0 + 0.1 * (5 if k % 2 else 1) + (100.0 if k in (0, 30) else 0.0))
+    for k in range(200):
+        num_tokens = 5 if k % 2 else 1
+        lengths.add_step(num_tokens, 1, 1.0 + 0.1 * num_tokens + (100.0 if k in (0, 100) else 0.0))
     none, four = lengths._times.times([1, 5], 1)
     assert (four - none) / none == pytest.approx(0.4 / 1.1, rel=0.2)
 

@@ -13,7 +13,9 @@ _NUM_RECENT = 32
 _MOST_TIMES_MEDIAN = 3.0  # what took longer counts as this: a pause of the machine is no cost
 _NUM_FIRST = 3
 _LINE_MEMORY = 64
-_LINE_WEIGHT = 1.0  # of the usual cost of a slot, as of one step with a slot more for each request
+_MOST_TIMES_USUAL = 2.0
+_LINE_WEIGHT = 0.25  # of the usual cost of a slot, as of steps with a slot more for each request
+_LEAST_SPREAD = 2.0
 _MOST_SPREAD = 256.0
 _PRIOR_SLOT = 0.02  # of a step
 _PRIOR_PASS = 0.1
@@ -131,7 +133,7 @@ class StepTimes:
 
     def is_sloped(self, num_reqs: int) -> bool:
         """Whether the steps measured differ enough to tell what a slot of so many requests costs."""
-        return self._spread >= _LINE_WEIGHT * num_reqs * num_reqs
+        return self._spread >= _LEAST_SPREAD * num_reqs * num_reqs
 
     def add(self, num_tokens: int, num_reqs: int, time: float) -> None:
         """Add a step of `num_reqs` requests; the first ones may compile something, and only bound the next."""
@@ -140,7 +142,7 @@ class StepTimes:
             return
         # A step with more tokens than usual may take longer in the same proportion.
         usual_time, usual_tokens = sorted(self._recent)[len(self._recent) // 2]
-        time = min(time, _MOST_TIMES_MEDIAN * usual_time * max(num_tokens / usual_tokens, 1.0))
+        time = min(time, _MOST_TIMES_USUAL * usual_time * max(num_tokens / usual_tokens, 1.0))
         more, longer = num_tokens - self._tokens, time - self._time
         if not self._num_steps:
             more = longer = 0.0

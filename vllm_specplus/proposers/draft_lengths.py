@@ -29,6 +29,7 @@ _PRIOR = 0.6
 _WEIGHT = 2.0  # trials that a neighbouring class counts for
 _MOST_TRIALS = 64.0
 _PERIOD = 256  # steps after which half of all trials are forgotten, so that what looked bad is tried again
+_SHORT_PERIOD, _LONG_PERIOD = 2, 32  # steps between two that measure what a slot costs
 _LEAST_SURVIVAL = 1e-3
 _TRIAL_SHARE = 0.01  # of the time, for trying a slot where none is worth its time
 
@@ -97,7 +98,7 @@ class DraftLengths:
         self._streaks: dict[str, int] = {}  # > 0: slots accepted in a row; <= 0: steps in a row without any, negative
         self._first, self._any_first = _Chances(_NUM_CLASSES), _Chances(1)
         self._later = [_Chances(_NUM_RUNS + 1) for _ in range(3)]
-        self._is_other = False
+        self._num_steps = 0
         self._allowance = 0.0  # time saved up for trying a slot, in steps without one
 
     @property
@@ -122,10 +123,13 @@ class DraftLengths:
         num_known = 2 + self._times.num_steps
         best = max(range(min(len(rates), num_known)), key=rates.__getitem__)
         if len(rates) > 1:
-            if not self._times.is_sloped(num_reqs):
-                best = self._another(best)
-            elif best == 0:
+            self._num_steps += 1
+            period = _LONG_PERIOD if self._times.is_sloped(num_reqs) else _SHORT_PERIOD
+            if best == 0 and period == _LONG_PERIOD:
                 best = self._try_sometimes(tokens, times)
+            elif self._num_steps % period == 0:
+                # A length beside it tells what a slot costs.
+                best = best - 1 if best else 1
         return Plan(self.lengths[best], classes)
 
     def add_result(self, req_id: str, num_slots: int, num_accepted: int, plan: Plan) -> None:
@@ -196,15 +200,8 @@ class DraftLengths:
             gains.append(total)
         return gains
 
-    def _another(self, best: int) -> int:
-        """In every second step a length beside `best`, to learn what a slot costs."""
-        self._is_other = not self._is_other
-        return best if not self._is_other else best - 1 if best else 1
-
     def _try_sometimes(self, tokens: list[float], times: list[float]) -> int:
-        """1, the index of the shortest length, where time was saved for it and slots could pay at all; else 0."""
-        if all(time >= (1 + length) * times[0] for length, time in zip(self.lengths[1:], times[1:], strict=True)):
-            return 0
+        """1, the index of the shortest length with a slot, where enough time was saved for it; else 0."""
         cost = times[1] / times[0] - tokens[1] / tokens[0]
         self._allowance += _TRIAL_SHARE
         if self._allowance < cost:
