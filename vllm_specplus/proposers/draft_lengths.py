@@ -13,7 +13,8 @@ The length with the most expected tokens per time wins. Where it is 0, nothing w
 slot is tried now and then, for a small share of the time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_specplus.proposers.costs import StepTimes
@@ -96,6 +97,8 @@ class DraftLengths:
         self.lengths = list(lengths)
         self._times = StepTimes()
         self._streaks: dict[str, int] = {}  # > 0: slots accepted in a row; <= 0: steps in a row without any, negative
+        self._classes: dict[str, int] = {}
+        self._results: dict[tuple[int, int, int], int] = {}  # by class, slots and accepted slots; not learned yet
         self._first, self._any_first = _Chances(_NUM_CLASSES), _Chances(1)
         self._later = [_Chances(_NUM_RUNS + 1) for _ in range(3)]
         self._num_steps = 0
@@ -108,13 +111,12 @@ class DraftLengths:
 
     def choose(self, req_ids: Iterable[str]) -> Plan:
         """Choose the length for the next step of these requests; for none of them, that of a new one."""
-        streaks = self._streaks
-        classes = {req_id: _class_of(streaks[req_id]) if req_id in streaks else _NEW for req_id in req_ids}
-        counts = [0] * _NUM_CLASSES
-        for index in classes.values():
-            counts[index] += 1
-        if not classes:
-            counts[_NEW] = 1
+        for result, count in self._results.items():
+            self._learn(*result, count)
+        self._results.clear()
+        class_of = self._classes.get
+        classes = {req_id: class_of(req_id, _NEW) for req_id in req_ids}
+        counts = Counter(classes.values()) or {_NEW: 1}
         num_reqs = max(len(classes), 1)
         times = self._times.times([num_reqs * (1 + length) for length in self.lengths], num_reqs)
         tokens = self._expected_tokens(counts, num_reqs)
@@ -142,12 +144,9 @@ class DraftLengths:
             plan: the one by which they were scheduled.
         """
         index = plan.classes.get(req_id, _NEW)
-        self._first.add(index, num_accepted > 0, 1)
-        self._any_first.add(0, num_accepted > 0, 1)
-        if num_accepted and num_slots > 1:
-            table, run = self._later[_kind_of(index)], _run_of(index)
-            for n in range(1, min(num_accepted + 1, num_slots)):
-                table.add(_run_class(run + n), n < num_accepted, 1)
+        # Equal results of several requests are learned at once, which is cheaper.
+        result = index, num_slots, num_accepted
+        self._results[result] = self._results.get(result, 0) + 1
         streak = self._streaks.get(req_id, 0)
         if num_accepted == num_slots:
             streak = max(streak, 0) + num_slots
@@ -156,6 +155,7 @@ class DraftLengths:
         else:
             streak = min(streak, 0) - 1
         self._streaks[req_id] = streak
+        self._classes[req_id] = _class_of(streak)
 
     def add_step(self, num_tokens: int, num_reqs: int, time: float) -> None:
         """Add a step in which all requests decode: the tokens computed in it, padding too, and its time in any unit."""
@@ -168,15 +168,32 @@ class DraftLengths:
         """Forget requests that have ended."""
         for req_id in req_ids:
             self._streaks.pop(req_id, None)
+            self._classes.pop(req_id, None)
 
-    def _expected_tokens(self, counts: list[int], num_reqs: int) -> list[float]:
+    def _learn(self, index: int, num_slots: int, num_accepted: int, count: int) -> None:
+        """Learn from equal results of `count` requests of a class."""
+        num_hits = count if num_accepted else 0
+        self._first.add(index, num_hits, count)
+        self._any_first.add(0, num_hits, count)
+        if not num_accepted:
+            return
+        table, run = self._later[_kind_of(index)], _run_of(index)
+        begin, end = run + 1, run + num_accepted
+        while begin < end:
+            after = _run_class(begin)
+            stop = end if after == _NUM_RUNS else min(end, 1 << after)
+            table.add(after, (stop - begin) * count, (stop - begin) * count)
+            begin = stop
+        if num_accepted < num_slots:
+            table.add(_run_class(end), 0, count)
+
+    def _expected_tokens(self, counts: Mapping[int, int], num_reqs: int) -> list[float]:
         """For each length the tokens that a step is expected to bring; `counts`: requests by class."""
         first = self._first_chances()
         tokens = [float(num_reqs)] * len(self.lengths)
-        for index, count in enumerate(counts):
-            if count:
-                for i, gain in enumerate(self._gains(index, first)):
-                    tokens[i] += count * gain
+        for index, count in counts.items():
+            for i, gain in enumerate(self._gains(index, first)):
+                tokens[i] += count * gain
         return tokens
 
     def _first_chances(self) -> list[float]:
@@ -191,12 +208,15 @@ class DraftLengths:
         """For each length the drafts of a request that are expected to be accepted."""
         table, run = self._later[_kind_of(index)], _run_of(index)
         gains, total, survival, num_slots = [], 0.0, first[index], 0
+        chance, known = 0.0, -1
         for length in self.lengths:
             while num_slots < length and survival > _LEAST_SURVIVAL:
                 total += survival
                 num_slots += 1
                 after = _run_class(run + num_slots)
-                survival *= table.chance(after, first[after])
+                if after != known:
+                    chance, known = table.chance(after, first[after]), after
+                survival *= chance
             gains.append(total)
         return gains
 
