@@ -14,7 +14,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_specplus.config import resolve
-from vllm_specplus.engine import lengths, setup
+from vllm_specplus.engine import lengths
 from vllm_specplus.engine.setup import EngineSetup
 from vllm_specplus.runners.v2.speculator import HybridMixin
 from vllm_specplus.testing.tiny_model import make_random
@@ -32,10 +32,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def on_v2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM chooses Model Runner V2, where drafting is adaptive."""
+    """vLLM chooses Model Runner V2."""
     for module in ("vllm.triton_utils", "vllm.config.vllm"):
         monkeypatch.setattr(f"{module}.HAS_TRITON", True)
-    monkeypatch.setattr(setup, "without_adaptive_on_v2", lambda setup: setup)
 
 
 def engine_args(model: Path, config: dict[str, object], **more: Any) -> EngineArgs:
@@ -157,16 +156,16 @@ def test_only_asynchronous_adaptive_engines_choose(
 def test_the_hybrids_first_draft_has_graphs_of_every_length(tiny: Path) -> None:
     """Its graphs run over the target's batch, whatever the draft model's passes are."""
     config = engine_args(tiny, HYBRID).create_engine_config().speculative_config
-    config.num_speculative_tokens = 2  # as a hybrid shows it to vLLM's speculator
     made: list[SpeculatorCudaGraphManager] = []
 
     class Speculator:
+        draft_logits = None
+        # As a hybrid shows it to vLLM's speculator.
         vllm_config = SimpleNamespace(speculative_config=config, num_speculative_tokens=2)
         num_speculative_steps = 2
 
         def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
             manager = SpeculatorCudaGraphManager.__new__(SpeculatorCudaGraphManager)
-            self.vllm_config.num_speculative_tokens = config.num_speculative_tokens  # a property of vLLM's
             manager.vllm_config = self.vllm_config
             manager.compilation_config = SimpleNamespace(
                 cudagraph_capture_sizes=[1, 2, 4, 8, 16, 24, 32, 40, 48, 56], max_cudagraph_capture_size=64
@@ -178,14 +177,15 @@ def test_the_hybrids_first_draft_has_graphs_of_every_length(tiny: Path) -> None:
             made.append(manager)
 
     class Hybrid(HybridMixin, Speculator):
-        drafting = SimpleNamespace(width=12)
+        pass
 
     hybrid = Hybrid()
+    of_slots = SimpleNamespace(speculative_config=config, num_speculative_tokens=12)
+    hybrid.set_drafting(SimpleNamespace(width=12), of_slots, writes_one_hot=False)
     hybrid.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
     (manager,) = made
     captured = {desc.uniform_token_count for desc in manager._capture_descs[CUDAGraphMode.FULL]}
     assert captured == {length + 1 for length in ALL}
-    assert (config.num_speculative_tokens, hybrid.num_speculative_steps) == (2, 2)
 
 
 def test_vllm_does_not_warn_of_the_plugins_scheduler(caplog: pytest.LogCaptureFixture) -> None:

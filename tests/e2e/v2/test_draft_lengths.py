@@ -7,7 +7,6 @@ import pytest
 
 from tests.e2e.engines import engine
 from tests.e2e.v2.engines import FEW, async_engine, tokens
-from vllm_specplus.engine import setup
 from vllm_specplus.engine.scheduler import LengthScheduler
 from vllm_specplus.proposers.draft_lengths import DraftLengths
 
@@ -23,11 +22,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "hybrid": {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2, "mtp_strategy": "with_ngram"},
 }
-
-
-@pytest.fixture(autouse=True)
-def adaptive_stays_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "without_adaptive_on_v2", lambda setup: setup)
 
 
 def scheduler_of(e: Any) -> LengthScheduler:
