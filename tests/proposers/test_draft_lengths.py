@@ -151,6 +151,16 @@ def test_a_pause_hardly_changes_what_slots_cost() -> None:
     assert (four - none) / none == pytest.approx(0.4 / 1.1, rel=0.2)
 
 
+def test_a_new_request_is_tried_at_once() -> None:
+    """What came before it may have been of another kind."""
+    simulation = Simulation(constant(0.0), 1, 0.2)
+    lengths = DraftLengths(LENGTHS)
+    simulation.rate(lengths, 300)
+    assert lengths.choose(["0"]).length == 0
+    lengths.end(["0"])
+    assert lengths.choose(["another"]).length == 1
+
+
 def test_requests_that_ended_are_forgotten() -> None:
     lengths = DraftLengths([0, 2])
     plan = lengths.choose(["a", "b"])

@@ -107,28 +107,29 @@ class DraftLengths:
     @property
     def num_requests(self) -> int:
         """Requests that have state."""
-        return len(self._streaks)
+        return len(self._classes)
 
     def choose(self, req_ids: Iterable[str]) -> Plan:
         """Choose the length for the next step of these requests; for none of them, that of a new one."""
         for result, count in self._results.items():
             self._learn(*result, count)
         self._results.clear()
-        class_of = self._classes.get
+        num_known = len(self._classes)
+        class_of = self._classes.setdefault
         classes = {req_id: class_of(req_id, _NEW) for req_id in req_ids}
+        num_begun = len(self._classes) - num_known
         counts = Counter(classes.values()) or {_NEW: 1}
         num_reqs = max(len(classes), 1)
         times = self._times.times([num_reqs * (1 + length) for length in self.lengths], num_reqs)
         tokens = self._expected_tokens(counts, num_reqs)
         rates = [gain / time for gain, time in zip(tokens, times, strict=True)]
         # At first each step measures a longer one.
-        num_known = 2 + self._times.num_steps
-        best = max(range(min(len(rates), num_known)), key=rates.__getitem__)
+        best = max(range(min(len(rates), 2 + self._times.num_steps)), key=rates.__getitem__)
         if len(rates) > 1:
             self._num_steps += 1
             period = _LONG_PERIOD if self._times.is_sloped(num_reqs) else _SHORT_PERIOD
             if best == 0 and period == _LONG_PERIOD:
-                best = self._try_sometimes(tokens, times)
+                best = self._try_sometimes(tokens, times, num_begun / num_reqs)
             elif self._num_steps % period == 0:
                 # A length beside it tells what a slot costs.
                 best = best - 1 if best else 1
@@ -220,10 +221,13 @@ class DraftLengths:
             gains.append(total)
         return gains
 
-    def _try_sometimes(self, tokens: list[float], times: list[float]) -> int:
-        """1, the index of the shortest length with a slot, where enough time was saved for it; else 0."""
+    def _try_sometimes(self, tokens: list[float], times: list[float], share_begun: float) -> int:
+        """1, the index of the shortest length with a slot, where enough time was saved for it; else 0.
+
+        A request that has just begun may be of another kind, so it brings its share of a trial.
+        """
         cost = times[1] / times[0] - tokens[1] / tokens[0]
-        self._allowance += _TRIAL_SHARE
+        self._allowance += _TRIAL_SHARE + share_begun * cost
         if self._allowance < cost:
             return 0
         self._allowance = 0.0
