@@ -11,7 +11,7 @@ ROOT = Path(vllm_specplus.__file__).parent
 LEAVES = {"sources", "strategies", "version"}
 # What each room may import besides itself and the leaves.
 ALLOWED = {
-    "engine": {"runners", "requests", "config", "compat"},
+    "engine": {"runners", "requests", "proposers", "config", "compat"},
     "runners": {"requests", "kernels", "proposers", "verify", "config", "compat"},
     "requests": {"config"},
     "kernels": {"verify"},

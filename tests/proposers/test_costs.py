@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_specplus.proposers.costs import CostMeter, Costs, Pace
+from vllm_specplus.proposers.costs import CostMeter, Costs, Pace, StepTimes
 
 
 def test_the_slope_is_found_in_spite_of_noise_and_pauses() -> None:
@@ -77,3 +77,40 @@ def test_the_pace_follows_sooner_after_a_request_has_begun() -> None:
         return pace.prices(Costs(1.0, 1.0), 1).slot
 
     assert after(12, begins=True) < 3 < after(12, begins=False)
+
+
+def line_through(steps: list[tuple[int, int, float]]) -> StepTimes:
+    times = StepTimes()
+    for step in steps:
+        times.add(*step)
+    return times
+
+
+def test_the_time_of_a_step_lies_on_a_line() -> None:
+    rng = np.random.default_rng(0)
+    steps = [(int(n), 4, 2.0 + 0.05 * n + rng.normal(0, 0.05)) for n in rng.integers(4, 40, 200)]
+    assert line_through(steps).times([4, 40], 4) == pytest.approx([2.2, 4.0], rel=0.05)
+
+
+def test_the_line_stays_known_while_steps_are_alike() -> None:
+    steps = [(n, 4, 2.0 + 0.05 * n) for n in (4, 8, 20) * 8] + [(8, 4, 2.4)] * 2000
+    times = line_through(steps)
+    assert times.is_sloped(4)
+    assert times.times([8, 20], 4) == pytest.approx([2.4, 3.0], rel=0.1)
+
+
+def test_a_larger_batch_has_to_be_measured_again() -> None:
+    times = line_through([(n, 1, 2.0 + 0.05 * n) for n in (1, 2, 5) * 8])
+    assert times.is_sloped(1)
+    assert not times.is_sloped(64)
+
+
+def test_before_steps_are_measured_a_slot_of_all_requests_costs_what_is_usual() -> None:
+    times = StepTimes()
+    assert times.times([16, 32], 16) == pytest.approx([1.0, 1.02])
+    assert not times.is_sloped(16)
+
+
+def test_no_step_takes_less_than_no_time() -> None:
+    times = line_through([(n, 1, n * n / 10) for n in (4, 8, 16) * 20])
+    assert times.times([1], 1)[0] > 0

@@ -35,6 +35,7 @@ _V2 = "vllm.v1.worker.gpu.model_runner"
 _V2_SPEC = "vllm.v1.worker.gpu.spec_decode"
 _V2_STATES = "vllm.v1.worker.gpu.states"
 _V2_SAMPLE = "vllm.v1.worker.gpu.sample"
+_SCHED = "vllm.v1.core.sched"
 _V2_SAMPLING_PARAMETERS = (
     "logits",
     "expanded_idx_mapping",
@@ -117,6 +118,40 @@ CONFIG_SEAMS = (
     Seam("vllm.platforms", "current_platform", "read: which worker to extend"),
     Seam("vllm.platforms.interface", "Platform.device_type", "read: which worker to extend"),
     Seam("vllm.logger", "init_logger", "called: log lines in vLLM's own form"),
+)
+
+SCHEDULER_SEAMS = (
+    Seam("vllm.config", "VllmConfig", "read: whether scheduling is asynchronous"),
+    *_members("vllm.engine.arg_utils", "EngineArgs", "scheduler_cls max_num_seqs", "read, and the first set"),
+    *_members("vllm.config.scheduler", "SchedulerConfig", "scheduler_cls get_scheduler_cls", "builds our scheduler"),
+    *_members(
+        "vllm.config.parallel",
+        "ParallelConfig",
+        "data_parallel_size pipeline_parallel_size",
+        "read: whether steps may have different lengths",
+    ),
+    Seam(f"{_SCHED}.async_scheduler", "AsyncScheduler", "subclassed: chooses how many slots a step has"),
+    Seam(f"{_SCHED}.scheduler", "Scheduler", "called: what runs with synchronous scheduling"),
+    Seam(f"{_SCHED}.scheduler", "Scheduler.__init__", "extended", ("vllm_config",)),
+    Seam(f"{_SCHED}.scheduler", "Scheduler.schedule", "extended: the length is chosen before each step"),
+    Seam(
+        f"{_SCHED}.scheduler",
+        "Scheduler.update_from_output",
+        "extended: learns from the accepted drafts",
+        ("scheduler_output", "model_runner_output"),
+        is_exact=True,
+    ),
+    Seam(f"{_SCHED}.scheduler", "Scheduler.dynamic_sd_lookup", "set: the length of the next step, by batch size"),
+    *_members(f"{_SCHED}.scheduler", "Scheduler", "requests running", "read"),
+    *_members("vllm.v1.request", "Request", "request_id is_prefill_chunk is_finished", "read"),
+    Seam("vllm.v1.outputs", "ModelRunnerOutput.req_id_to_index", "read: the accepted drafts"),
+    Seam(
+        "vllm.v1.spec_decode.dynamic.utils",
+        "build_dynamic_sd_schedule_lookup",
+        "relied on: vLLM captures graphs for each length that it names",
+        ("num_speculative_tokens_per_batch_size", "vllm_max_batch_size", "vllm_num_speculative_tokens"),
+        is_exact=True,
+    ),
 )
 
 REQUEST_SEAMS = (
@@ -389,7 +424,7 @@ V2_SEAMS = (
     *_members(
         f"{_V2_SPEC}.speculator",
         "DraftModelSpeculator",
-        "num_speculative_steps draft_logits",
+        "num_speculative_steps draft_logits vllm_config",
         "read and set: the model's steps, and rows for one-hot drafts",
     ),
     Seam(
@@ -501,4 +536,4 @@ V2_SEAMS = (
     ),
 )
 
-LEDGER = CONFIG_SEAMS + REQUEST_SEAMS + ENDPOINT_SEAMS + WORKER_SEAMS + V1_SEAMS + V2_SEAMS
+LEDGER = CONFIG_SEAMS + SCHEDULER_SEAMS + REQUEST_SEAMS + ENDPOINT_SEAMS + WORKER_SEAMS + V1_SEAMS + V2_SEAMS

@@ -17,7 +17,7 @@ def speculative_config(setup: EngineSetup) -> SpecPlusSpeculativeConfig:
         SpecPlusConfigError: vLLM refuses one of its own keys.
     """
     return SpecPlusSpeculativeConfig.create(
-        setup.resolved, setup.model_config, setup.parallel_config, on_v2=setup.on_v2
+        setup.resolved, setup.model_config, setup.parallel_config, on_v2=setup.on_v2, lengths=setup.lengths
     )
 
 

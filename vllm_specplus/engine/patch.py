@@ -1,6 +1,7 @@
 """The one permanent patch: where the plugin's config enters vLLM."""
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ logger = init_logger("vllm.specplus")
 _ORIGINAL = "specplus_original"
 # Marks EngineArgs that vLLM may use again, perhaps for a config without plugin keys.
 _ASYNC_TURNED_OFF = "specplus_turned_async_scheduling_off"
+_SCHEDULER_LOGGER = "vllm.config.scheduler"
+_OWN_SCHEDULER = "vllm_specplus.engine.scheduler"
 # vLLM writes these into the user's dict when it builds its config.
 _ENGINE_KEYS = ("target_model_config", "target_parallel_config")
 _FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
@@ -39,6 +42,8 @@ def install() -> None:
                 _exit(error)
             raise
 
+    # vLLM warns of a custom scheduler; who turned plugin keys on has not chosen one.
+    logging.getLogger(_SCHEDULER_LOGGER).addFilter(lambda record: _OWN_SCHEDULER not in record.getMessage())
     setattr(create_speculative_config, _ORIGINAL, original)
     EngineArgs.create_speculative_config = create_speculative_config
 
@@ -47,6 +52,7 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     """vLLM's own SpeculativeConfig where no plugin key is used, else the plugin's subclass of it."""
     # Read what the user wrote.
     _reset_async_scheduling(args)
+    _reset_scheduler(args)
     config = _user_config(args)
     if config is None:
         return original(args, model_config, parallel_config)
@@ -60,13 +66,13 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     if warning := check_vllm():
         logger.warning("%s", warning)
     # These modules import names of vLLM that the check has just found.
-    from vllm_specplus.engine import build, refusals, setup
+    from vllm_specplus.engine import build, lengths, refusals, setup
 
     engine = setup.EngineSetup.read(args, resolved, model_config, parallel_config)
     refusals.refuse(engine)
 
     # Build the config, and set the engine up for it.
-    engine = setup.with_default_strategy(engine)
+    engine = lengths.with_chosen_lengths(setup.with_default_strategy(engine))
     speculative_config = build.speculative_config(engine)
     build.set_worker(engine)
     build.set_request_check(engine)
@@ -104,6 +110,12 @@ def _hand_to_vllm(args: EngineArgs, config: dict[str, Any], resolved: Resolved) 
 def _reset_async_scheduling(args: EngineArgs) -> None:
     if vars(args).pop(_ASYNC_TURNED_OFF, False):
         args.async_scheduling = None
+
+
+def _reset_scheduler(args: EngineArgs) -> None:
+    """Take the plugin's scheduler out of arguments that vLLM uses again."""
+    if str(getattr(args, "scheduler_cls", None)).startswith(_OWN_SCHEDULER):
+        args.scheduler_cls = None
 
 
 def _set_async_scheduling(args: EngineArgs, reason: str | None) -> None:

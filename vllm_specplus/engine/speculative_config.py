@@ -1,7 +1,7 @@
 """vLLM's ``SpeculativeConfig`` with the plugin's options on it; pickled to the workers."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +18,17 @@ from vllm_specplus.config.keys import HYBRID_METHODS
 _V1_CARRIER = {"method": "custom_class", "model": "vllm_specplus.runners.v1.drafter.HistoryDrafter"}
 _V2_CARRIER = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
 # vLLM's schedule of widths by batch size; with this one it never schedules a slot.
-_NO_DRAFTS = {"num_speculative_tokens_per_batch_size": [(1, 1, 0)]}
+SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
+_NO_DRAFTS = {SCHEDULE_KEY: [(1, 1, 0)]}
+_LARGEST_BATCH = 1024  # vLLM's own default of max_num_seqs is no larger
+
+
+def _schedule(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """A schedule that names each length, for the plugin's scheduler and for CUDA graphs.
+
+    vLLM captures the graphs of a length up to the largest batch size that has it. So lengths take turns.
+    """
+    return [(size, size, lengths[(size - 1) % len(lengths)]) for size in range(1, _LARGEST_BATCH + 1)]
 
 
 @contextmanager
@@ -54,7 +64,9 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
     """Whether it was made for Model Runner V2; the worker compares it with vLLM's choice."""
 
     @classmethod
-    def create(cls, resolved: Resolved, model_config: Any, parallel_config: Any, *, on_v2: bool) -> Self:
+    def create(
+        cls, resolved: Resolved, model_config: Any, parallel_config: Any, *, on_v2: bool, lengths: Sequence[int] = ()
+    ) -> Self:
         """Build the config that vLLM runs with.
 
         Args:
@@ -62,6 +74,7 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
             model_config: vLLM's, of the target model.
             parallel_config: vLLM's, of the target model.
             on_v2: whether Model Runner V2 is going to read the config, or V1.
+            lengths: the numbers of slots that the plugin's scheduler chooses from; empty: it does not run.
 
         Raises:
             SpecPlusConfigError: vLLM refuses one of its own keys; the message is vLLM's.
@@ -75,6 +88,8 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
             stock["num_speculative_tokens"] = max(options.num_speculative_tokens, 1)
             if on_v2 and not options.num_speculative_tokens:
                 stock |= _NO_DRAFTS
+        if lengths:
+            stock[SCHEDULE_KEY] = _schedule(lengths)
         try:
             return cls(
                 **stock,

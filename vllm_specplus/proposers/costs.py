@@ -1,6 +1,7 @@
 """What the parts of a step cost, measured while the engine runs, and their prices in tokens."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_specplus.proposers.arbiter import Prices
@@ -10,6 +11,12 @@ _USUAL = 400
 _COST_MEMORY = 256
 _NUM_RECENT = 32
 _MOST_TIMES_MEDIAN = 3.0  # what took longer counts as this: a pause of the machine is no cost
+_NUM_FIRST = 3
+_LINE_MEMORY = 64
+_MOST_TIMES_USUAL = 2.0
+_LINE_WEIGHT = 0.25  # of the usual cost of a slot, as of steps with a slot more for each request
+_LEAST_SPREAD = 2.0
+_MOST_SPREAD = 256.0
 _PRIOR_SLOT = 0.02  # of a step
 _PRIOR_PASS = 0.1
 _PRIOR_WEIGHT = 64.0  # as that of steps whose tokens vary by so much, squared and summed
@@ -105,3 +112,57 @@ class CostMeter:
             first = self._passes.get(1, self._passes[most] / most)
             later = max(self._passes[most] - first, 0.0) / (most - 1) if most > 1 else first
         return Costs(step, min(max(slope, 0.0), step), first, later)
+
+
+class StepTimes:
+    """The time of a step by its tokens: a line through the steps measured, which moves with them.
+
+    Its slope is forgotten only as far as new steps tell of it. So it stays known while all steps are alike.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
+        self._num_steps = 0
+        self._tokens = self._time = 1.0  # of a step, on average
+        self._spread = self._product = 0.0  # sums of squared deviations of tokens, and of those times that of the time
+
+    @property
+    def num_steps(self) -> int:
+        """Steps measured."""
+        return self._num_steps
+
+    def is_sloped(self, num_reqs: int) -> bool:
+        """Whether the steps measured differ enough to tell what a slot of so many requests costs."""
+        return self._spread >= _LEAST_SPREAD * num_reqs * num_reqs
+
+    def add(self, num_tokens: int, num_reqs: int, time: float) -> None:
+        """Add a step of `num_reqs` requests; the first ones may compile something, and only bound the next."""
+        self._recent.append((time, num_tokens))
+        if len(self._recent) < _NUM_FIRST:
+            return
+        # A step with more tokens than usual may take longer in the same proportion.
+        usual_time, usual_tokens = sorted(self._recent)[len(self._recent) // 2]
+        time = min(time, _MOST_TIMES_USUAL * usual_time * max(num_tokens / usual_tokens, 1.0))
+        more, longer = num_tokens - self._tokens, time - self._time
+        if not self._num_steps:
+            more = longer = 0.0
+            self._tokens, self._time = num_tokens, time
+        self._num_steps += 1
+        share = 1 / min(self._num_steps, _LINE_MEMORY)
+        self._tokens += more * share
+        self._time += longer * share
+        self._spread += more * more * (1 - share)
+        self._product += more * longer * (1 - share)
+        most = _MOST_SPREAD * num_reqs * num_reqs
+        if self._spread > most:
+            self._product *= most / self._spread
+            self._spread = most
+
+    def times(self, token_counts: Sequence[int], num_reqs: int) -> list[float]:
+        """The time of steps with so many tokens; until it is known, a slot of all requests costs what is usual."""
+        tokens, time = (self._tokens, self._time) if self._num_steps else (num_reqs, 1.0)
+        weight = _LINE_WEIGHT * num_reqs * num_reqs
+        slope = (self._product + weight * _PRIOR_SLOT * time / num_reqs) / (self._spread + weight)
+        # No step takes less than no time.
+        slope = min(max(slope, 0.0), time / tokens)
+        return [time + slope * (num_tokens - tokens) for num_tokens in token_counts]

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from tests.e2e.engines import PROMPTS, Engine, engine
 
@@ -51,7 +52,7 @@ def async_engine(model: Path, config: dict[str, Any] | None, **args: Any) -> Ite
         engine(model, config, async_scheduling=True, **args) as e,
     ):
         scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler
-        assert type(scheduler).__name__ == "AsyncScheduler"
+        assert isinstance(scheduler, AsyncScheduler)
         yield e
 
 

@@ -1,0 +1,78 @@
+"""With asynchronous scheduling the scheduler chooses how many slots a step has."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engines import engine
+from tests.e2e.v2.engines import FEW, async_engine, tokens
+from vllm_specplus.engine.scheduler import LengthScheduler
+from vllm_specplus.proposers.draft_lengths import DraftLengths
+
+pytestmark = pytest.mark.interpreter
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 8,
+        "max_ngram_size": 4,
+        "min_ngram_size": 1,
+        "adaptive": True,
+    },
+    "hybrid": {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2, "mtp_strategy": "with_ngram"},
+}
+
+
+def scheduler_of(e: Any) -> LengthScheduler:
+    scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler
+    assert type(scheduler) is LengthScheduler
+    return scheduler
+
+
+def note_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    chosen: list[int] = []
+    choose = DraftLengths.choose
+
+    def note(self: DraftLengths, req_ids: Any) -> Any:
+        plan = choose(self, req_ids)
+        chosen.append(plan.length)
+        return plan
+
+    monkeypatch.setattr(DraftLengths, "choose", note)
+    return chosen
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lengths_vary_and_the_text_does_not(name: str, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(trained) as e:
+        expected = tokens(e), tokens(e, FEW[:1], max_tokens=40)
+    chosen = note_lengths(monkeypatch)
+    with async_engine(trained, CONFIGS[name]) as e:
+        scheduler = scheduler_of(e)
+        assert (tokens(e), tokens(e, FEW[:1], max_tokens=40)) == expected
+        counts = e.counts()
+        assert len(set(chosen)) >= 3
+        assert 0 < counts.accepted < counts.drafted < counts.drafts * CONFIGS[name]["num_speculative_tokens"]
+        chooser = scheduler._chooser
+        assert chooser is not None
+        assert chooser.draft_lengths.num_requests <= 1  # the last, which vLLM reports with the next step
+
+
+def test_an_error_of_the_choice_costs_the_choice_alone(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(trained) as e:
+        expected = tokens(e)
+
+    def fail(self: DraftLengths, *args: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(DraftLengths, "add_result", fail)
+    with async_engine(trained, CONFIGS["ngram"]) as e:
+        scheduler = scheduler_of(e)
+        assert tokens(e) == expected
+        assert scheduler._chooser is None
+        assert set(scheduler.dynamic_sd_lookup or ()) == {8}
+        counts = e.counts()
+    assert counts.accepted > 0

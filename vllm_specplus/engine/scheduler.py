@@ -1,0 +1,141 @@
+"""vLLM's asynchronous scheduler, which chooses how many slots the next step has by what earlier ones brought."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_specplus.proposers.draft_lengths import DraftLengths, Plan
+
+logger = init_logger("vllm.specplus")
+
+_MAX_STEPS = 64  # more than vLLM ever has under way
+
+
+def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
+    """Build the scheduler of an engine whose config names draft lengths; arguments are those of vLLM's schedulers.
+
+    vLLM may have turned asynchronous scheduling off after that config was made. Then its own scheduler runs, without
+    the lengths: drafts are cut by their value.
+    """
+    if vllm_config.scheduler_config.async_scheduling:
+        return LengthScheduler(vllm_config=vllm_config, **kwargs)
+    scheduler = Scheduler(vllm_config=vllm_config, **kwargs)
+    scheduler.dynamic_sd_lookup = None
+    return scheduler
+
+
+class LengthScheduler(AsyncScheduler):
+    """Sets vLLM's table of lengths by batch size anew before each step."""
+
+    dynamic_sd_lookup: list[int] | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._chooser: LengthChooser | None = None
+        # vLLM has dropped the table where it does not allow different lengths.
+        if self.dynamic_sd_lookup is not None:
+            lengths = sorted(set(self.dynamic_sd_lookup[1:]))
+            shown = ", ".join(map(str, lengths))
+            logger.info("slots for drafts in a step: %s, whichever the accepted drafts pay for", shown)
+            self._tables = {length: [length] * len(self.dynamic_sd_lookup) for length in lengths}
+            self.dynamic_sd_lookup = self._tables[lengths[-1]]
+            self._chooser = LengthChooser(lengths)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Choose the length of the next step, then schedule as vLLM does; returns vLLM's ``SchedulerOutput``."""
+        self._ask(self._choose)
+        output = super().schedule(*args, **kwargs)
+        self._ask(lambda chooser: chooser.note_step(output))
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Note what a step's slots brought, then update as vLLM does."""
+        self._ask(lambda chooser: chooser.note_output(scheduler_output, model_runner_output, self.requests))
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _choose(self, chooser: "LengthChooser") -> None:
+        self.dynamic_sd_lookup = self._tables[chooser.choose(self.running)]
+
+    def _ask(self, question: Callable[["LengthChooser"], None]) -> None:
+        """Ask the chooser, if there is one; an error of it ends the choice, and nothing else."""
+        if self._chooser is None:
+            return
+        try:
+            question(self._chooser)
+        except Exception:
+            length = max(self._tables)
+            logger.exception("cannot choose how many slots a step has: from now on each has %d", length)
+            self._chooser, self.dynamic_sd_lookup = None, self._tables[length]
+
+
+class LengthChooser:
+    """Follows a scheduler's steps, so that `DraftLengths` learns what their slots brought and cost.
+
+    A length is chosen when a step is scheduled. In that step the drafts are made, and in the next one verified.
+
+    Args:
+        lengths: the lengths to choose from, in rising order.
+    """
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.draft_lengths = DraftLengths(lengths)
+        self._plan = self._next_plan = Plan(lengths[-1])
+        # Of steps under way: vLLM's output, the plan of their slots, and when they were scheduled.
+        self._steps: deque[tuple[Any, Plan, float]] = deque(maxlen=_MAX_STEPS)
+        self._last_end = 0.0
+
+    def choose(self, running: list[Any]) -> int:
+        """The length of the step after the one that is about to be scheduled; takes vLLM's running requests."""
+        req_ids = [request.request_id for request in running if not request.is_prefill_chunk]
+        self._next_plan = self.draft_lengths.choose(req_ids)
+        return self._next_plan.length
+
+    def note_step(self, output: Any) -> None:
+        """Take note of a step that was scheduled; takes vLLM's ``SchedulerOutput``."""
+        self.draft_lengths.end(output.finished_req_ids)
+        # vLLM runs no step without tokens, and reports none.
+        if output.total_num_scheduled_tokens:
+            self._steps.append((output, self._plan, time.perf_counter()))
+            self._plan = self._next_plan
+
+    def note_output(self, output: Any, result: Any, requests: dict[str, Any]) -> None:
+        """Learn from a step that has ended.
+
+        Args:
+            output: the ``SchedulerOutput`` of the step.
+            result: its ``ModelRunnerOutput``.
+            requests: vLLM's requests by id; those that have ended meanwhile are left out.
+        """
+        now = time.perf_counter()
+        while self._steps:
+            noted, plan, begin = self._steps.popleft()
+            if noted is output:
+                break
+        else:
+            return
+        # A step begins when the one before has ended, or when it was scheduled, if that was later.
+        seconds, self._last_end = now - max(begin, self._last_end), now
+        drafts = output.scheduled_spec_decode_tokens
+        num_scheduled = output.num_scheduled_tokens
+        is_decode = not output.scheduled_new_reqs and all(
+            count <= 1 + len(drafts.get(req_id, ())) for req_id, count in num_scheduled.items()
+        )
+        if is_decode:
+            self.draft_lengths.add_step(output.total_num_scheduled_tokens, len(num_scheduled), seconds)
+        sampled = result.sampled_token_ids
+        if not sampled:
+            return
+        for req_id, slots in drafts.items():
+            request = requests.get(req_id)
+            if request is None or request.is_finished() or not slots:
+                continue
+            num_tokens = len(sampled[result.req_id_to_index[req_id]])
+            # A step without a token was discarded.
+            if num_tokens:
+                self.draft_lengths.add_result(req_id, len(slots), min(num_tokens - 1, len(slots)), plan)
