@@ -150,7 +150,8 @@ def _strategy(config: _Config, value: Any) -> str:
     if options is None or not options.is_hybrid:
         return "leaves the slots to vLLM's drafter, as without this key"
     if options.adaptive:
-        return f"offers drafts from {source} beside the model's"
+        also = " and matches in its own text" if value == "with_suffix" else ""
+        return f"offers drafts from {source}{also} beside the model's"
     if options.num_model_steps != options.num_speculative_tokens:
         return f"fills the slots after the model's {options.num_model_steps} from {source}"
     if options.match_override_len:

@@ -15,7 +15,7 @@ from vllm_specplus.config.keys import (
     SUFFIX_KEYS,
     ParsedConfig,
 )
-from vllm_specplus.config.stock_rules import SYNTHETIC_KEYS, missing_suffix_trees, suffix_available
+from vllm_specplus.config.stock_rules import SYNTHETIC_KEYS, missing_suffix_trees_error, suffix_available
 from vllm_specplus.strategies import TRAITS
 
 # vLLM's default of both n-gram sizes.
@@ -204,7 +204,7 @@ def _require_suffix_package(parsed: ParsedConfig) -> None:
     is_method = parsed.method == "suffix" and (needs_options(parsed) or active_keys(parsed))
     key = "mtp_strategy" if parsed.keys.mtp_strategy == "with_suffix" else "method"
     if (is_method or key == "mtp_strategy") and not suffix_available():
-        raise missing_suffix_trees(parsed.setting(key))
+        raise missing_suffix_trees_error(parsed.setting(key))
 
 
 _RULES: tuple[Callable[[ParsedConfig], None], ...] = (

@@ -58,7 +58,7 @@ def suffix_available() -> bool:
         return False
 
 
-def missing_suffix_trees(setting: str) -> SpecPlusConfigError:
+def missing_suffix_trees_error(setting: str) -> SpecPlusConfigError:
     """The error of a setting that needs arctic-inference, where that is not installed."""
     return config_error(
         f"{setting} needs the package arctic-inference, which is not installed: pip install vllm-specplus[suffix]"
@@ -152,7 +152,7 @@ def _suffix_error(config: StockConfig) -> SpecPlusConfigError | None:
     if config.method != "suffix":
         return None
     if not suffix_available():
-        return missing_suffix_trees(config.setting("method"))
+        return missing_suffix_trees_error(config.setting("method"))
     bounds: tuple[tuple[str, float, float], ...] = (
         ("suffix_decoding_max_tree_depth", 1, float("inf")),
         ("suffix_decoding_max_cached_requests", 0, float("inf")),

@@ -216,7 +216,7 @@ def check_of(model_config: Any) -> type[RequestCheck] | None:
 
 
 def _logits_processors(model_config: Any) -> list[Any]:
-    """The user's own."""
+    """The logits processors that the user has set."""
     return [processor for processor in model_config.logits_processors or () if not _is_check(processor)]
 
 

@@ -49,15 +49,23 @@ def answers(e: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> list
 
 @pytest.mark.parametrize(
     ("proposer", "more"),
-    [("mtp_ngram", {}), ("mtp_suffix", {}), ("ngram", {}), ("mtp_ngram", SAMPLED_DRAFTS)],
-    ids=["mtp_ngram", "mtp_suffix", "ngram", "sampled_drafts"],
+    [
+        ("mtp_ngram", {}),
+        ("mtp_suffix", {}),
+        ("ngram", {}),
+        ("mtp_ngram", SAMPLED_DRAFTS),
+        ("mtp_ngram", {"adaptive": True}),
+        ("mtp_suffix", {"adaptive": True} | SAMPLED_DRAFTS),
+    ],
+    ids=["mtp_ngram", "mtp_suffix", "ngram", "sampled_drafts", "adaptive", "adaptive_sampled_drafts"],
 )
 def test_each_answer_is_that_of_the_request_alone(
     proposer: str, more: dict[str, Any], trained: Path, draft: Path
 ) -> None:
     requests = [(PROMPTS[(i + k) % len(PROMPTS)], rules) for k in range(2) for i, rules in enumerate(REQUESTS)]
+    is_sampled = "draft_sample_method" in more
     with engine(trained, speculative(proposer, draft, **more)) as e:
-        assert e.runner.speculative_config.specplus.verify_strategy == ("rejection" if more else "target_match")
+        assert e.runner.speculative_config.specplus.verify_strategy == ("rejection" if is_sampled else "target_match")
         alone = [answers(e, [request])[0] for request in requests]
         together = answers(e, requests)
         counts = e.counts()
@@ -68,6 +76,6 @@ def test_each_answer_is_that_of_the_request_alone(
         assert len(logprobs) == (32 if "logprobs" in rules else 0)
         # Without a seed a sampled request has another text each time. With one it has too under `rejection`, where
         # vLLM draws the model's drafts without it.
-        if "temperature" not in rules or ("seed" in rules and not more):
+        if "temperature" not in rules or ("seed" in rules and not is_sampled):
             assert tokens == expected
             assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)

@@ -141,6 +141,7 @@ def make_state(
 
 
 def sizes_of(state: State) -> Sizes:
+    """The sizes of a state, as its kernels are compiled for them."""
     _, num_chains, width = state.offers.chains.shape
     num_steps = state.offers.model.shape[1]
     blocks = [triton.next_power_of_2(size) for size in (max(num_chains, 1), num_steps + 1, width)]
