@@ -50,7 +50,9 @@ def test_two_workers(
             drafts, drafts_of_last = drafts_of_workers(e)
             assert len(drafts) > 5
             assert drafts == drafts_of_last
-            assert sum(map(sum, first["accepted"].values())) == e.counts().accepted
+            # With asynchronous scheduling vLLM leaves out the steps that it throws away.
+            if start is engine:
+                assert sum(map(sum, first["accepted"].values())) == e.counts().accepted
         else:
             # The last stage drafts.
             assert first is None
