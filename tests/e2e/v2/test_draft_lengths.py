@@ -48,7 +48,7 @@ def test_lengths_vary_and_the_text_does_not(name: str, trained: Path, monkeypatc
     with engine(trained) as e:
         expected = tokens(e), tokens(e, FEW[:1], max_tokens=40)
     chosen = note_lengths(monkeypatch)
-    with async_engine(trained, CONFIGS[name]) as e:
+    with async_engine(trained, CONFIGS[name], chooses_lengths=True) as e:
         scheduler = scheduler_of(e)
         assert (tokens(e), tokens(e, FEW[:1], max_tokens=40)) == expected
         counts = e.counts()
@@ -69,7 +69,7 @@ def test_an_error_of_the_choice_costs_the_choice_alone(
         raise ZeroDivisionError
 
     monkeypatch.setattr(DraftLengths, "add_result", fail)
-    with async_engine(trained, CONFIGS["ngram"]) as e:
+    with async_engine(trained, CONFIGS["ngram"], chooses_lengths=True) as e:
         scheduler = scheduler_of(e)
         assert tokens(e) == expected
         assert scheduler._chooser is None
