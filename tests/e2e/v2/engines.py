@@ -44,8 +44,8 @@ def async_engine(
 ) -> Iterator[Engine]:
     """Start an engine with asynchronous scheduling, which vLLM has off on a CPU.
 
-    Unless it `chooses_lengths`, each step has all slots. Under the interpreter a slot takes as long as a step, so hardly
-    any would be chosen.
+    Unless it `chooses_lengths`, each step has all slots. Under the interpreter a slot takes as long as a step, so
+    hardly any would be chosen.
     """
     platform = type(current_platform)
     check = platform.check_and_update_config

@@ -8,6 +8,7 @@ import pytest
 from tests.e2e.engines import engine
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from vllm_specplus.engine.scheduler import LengthScheduler
+from vllm_specplus.proposers.costs import StepTimes
 from vllm_specplus.proposers.draft_lengths import DraftLengths
 
 pytestmark = pytest.mark.interpreter
@@ -22,6 +23,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "hybrid": {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2, "mtp_strategy": "with_ngram"},
 }
+
+
+@pytest.fixture(autouse=True)
+def steps_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the interpreter a slot takes as long as a step."""
+    add = StepTimes.add
+    monkeypatch.setattr(StepTimes, "add", lambda self, tokens, reqs, time: add(self, tokens, reqs, 1 + 0.02 * tokens))
 
 
 def scheduler_of(e: Any) -> LengthScheduler:
