@@ -16,7 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-MAX_TOKENS = 300
+MAX_TOKENS = 200
 REPEATS = 3
 NGRAM = {"max_ngram_size": 5, "min_ngram_size": 2}
 HYBRID = {"method": "mtp", "num_speculative_tokens": 5, "mtp_strategy": "with_ngram"} | NGRAM
@@ -71,13 +72,16 @@ def prompts() -> dict[str, str]:
     }
 
 
-def run(model: str, config: dict[str, Any] | None, advance: Callable[[str, int], None]) -> Results:
+def run(
+    model: str, config: dict[str, Any] | None, advance: Callable[[str, int], None], wait: Callable[[], Any]
+) -> Results:
     """Measure one engine on all prompts.
 
     Args:
         model: the model's folder.
         config: its speculative config.
         advance: is told what is done next, and how many units have been done since the last call.
+        wait: waits until the engine, which has started, may run.
     """
     from vllm import LLM, SamplingParams
 
@@ -94,7 +98,10 @@ def run(model: str, config: dict[str, Any] | None, advance: Callable[[str, int],
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     llm.generate(["warm up, warm up"], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
 
-    results, done = {}, START_UNITS
+    advance("has started", START_UNITS)
+    wait()
+
+    results, done = {}, 0
     for name, prompt in prompts().items():
         before, seconds = counters(llm), []
         for _ in range(REPEATS):
@@ -131,51 +138,80 @@ def run_in_child(model: str, config: dict[str, Any] | None, log: Path, parent: C
         # The descriptors themselves, since libraries in C++ and vLLM's own processes print too.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    parent.send(run(model, config, lambda name, units: parent.send((name, units))))
+    parent.send(run(model, config, lambda name, units: parent.send((name, units)), parent.recv))
 
 
-def measure(model: str, name: str, logs: Path, advance: Callable[[str, int], None]) -> Results:
-    """Run one engine in a process of its own, since a process can start only one engine once numba is loaded.
+class Child:
+    """An engine in a process of its own, since a process can start only one engine once numba is loaded.
 
-    Raises EngineFailedError with the end of the engine's log.
+    Both methods raise EngineFailedError with the end of the engine's log.
     """
-    log = logs / f"{name.replace(', ', '-').replace(' ', '-')}.log"
-    context = get_context("spawn")
-    ours, childs = context.Pipe(duplex=False)
-    child = context.Process(target=run_in_child, args=(model, CONFIGS[name], log, childs), daemon=True)
-    child.start()
-    # Or the pipe stays open when the child has ended.
-    childs.close()
-    try:
-        while isinstance(message := ours.recv(), tuple):
+
+    def __init__(self, model: str, name: str, logs: Path):
+        self._name = name
+        self._log = logs / f"{name.replace(', ', '-').replace(' ', '-')}.log"
+        context = get_context("spawn")
+        self._connection, childs = context.Pipe()
+        arguments = model, CONFIGS[name], self._log, childs
+        self._process = context.Process(target=run_in_child, args=arguments, daemon=True)
+        self._process.start()
+        # Or the pipe stays open when the child has ended.
+        childs.close()
+
+    def wait_until_started(self) -> int:
+        """Wait until the engine has started; return the units done."""
+        return self._receive()[1]
+
+    def measure(self, advance: Callable[[str, int], None]) -> Results:
+        """Measure the engine; `advance` as for `run`."""
+        self._connection.send("go")
+        while isinstance(message := self._receive(), tuple):
             advance(*message)
-    except EOFError:
-        child.join()
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-        message = f"error: the engine of {name!r} ended with exit code {child.exitcode}; its whole output is in {log}"
-        raise EngineFailedError(f"{end}\n\n{message}") from None
-    child.join()
-    return message
+        self._process.join()
+        return message
+
+    def _receive(self) -> Any:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            self._process.join()
+            end = "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
+            code = self._process.exitcode
+            message = (
+                f"error: the engine of {self._name!r} ended with exit code {code}; its whole output is in {self._log}"
+            )
+            raise EngineFailedError(f"{end}\n\n{message}") from None
 
 
 def measure_all(model: str, logs: Path, console: Console) -> dict[str, Results]:
-    """Run the engines one after another, behind a progress bar; where there is no terminal, a line for each."""
+    """Start engines two at a time and measure one after another; where there is no terminal, a line tells of each."""
     columns = SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    results = {}
+    results: dict[str, Results] = {}
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=UNITS * len(CONFIGS))
-        for number, name in enumerate(CONFIGS):
-            title = f"{name} ({number + 1} of {len(CONFIGS)})"
-            if not console.is_terminal:
-                console.print(f"runs {title}", highlight=False)
+        for names in batched(CONFIGS, 2):
+            progress.update(task, description=f"{' and '.join(names)}: the engines start")
+            children = {name: Child(model, name, logs) for name in names}
+            for child in children.values():
+                progress.update(task, advance=child.wait_until_started())
+            for name, child in children.items():
+                title = f"{name} ({len(results) + 1} of {len(CONFIGS)})"
+                if not console.is_terminal:
+                    console.print(f"runs {title}", highlight=False)
 
-            def advance(doing: str, units: int, title: str = title) -> None:
-                progress.update(task, advance=units, description=f"{title}: {doing}")
+                def advance(doing: str, units: int, title: str = title) -> None:
+                    progress.update(task, advance=units, description=f"{title}: {doing}")
 
-            advance("the engine starts", 0)
-            results[name] = measure(model, name, logs, advance)
-            progress.update(task, completed=UNITS * (number + 1))
+                results[name] = child.measure(advance)
+                progress.update(task, advance=1)
     return results
+
+
+def batched(names: Iterable[str], size: int) -> Iterator[list[str]]:
+    """The names, `size` at a time."""
+    rest = iter(names)
+    while batch := list(islice(rest, size)):
+        yield batch
 
 
 def report(results: dict[str, Results], console: Console) -> bool:
