@@ -7,8 +7,9 @@ MODEL is a checkpoint with an MTP head, such as the one that `bash ci/demo.sh` m
 in a process of its own. All of them stay up, and in each repeat every engine has its turn with the same requests. So a
 machine that slows down slows all of them, and ratios within a repeat mean something.
 
-*Requests.* Four kinds: to continue library files, to repeat a function with one name changed, JSON lists, and the first
-kind with a reference that the answer does not follow. At concurrency n, n requests of a kind run at once.
+*Requests.* There are four kinds: to continue library files, to repeat a function with one name changed, and JSON lists.
+The fourth is the first with a reference that the answer does not follow. At concurrency n, n requests of a kind run at
+once.
 
 *Right.* At temperature 0 every text must equal the one without speculation, or the run exits with 1.
 

@@ -81,7 +81,7 @@ def parse_json(text: str) -> dict[str, Any]:
 
     Raises:
         SpecPlusConfigError: `text` is not JSON (the message has line and column), is not an object, or has one key
-            twice with different values, which plain JSON readers let pass.
+            twice with different values. Plain JSON readers let that pass.
     """
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)

@@ -1,9 +1,9 @@
 """Chooses each request's drafts by what they earn: which source, how many drafts, how many passes of the draft model.
 
-Every source offers each request a chain of tokens: the draft model its drafts, a matcher what followed an earlier
-place, a request's reference what stands at its cursor. A matcher also offers a chain behind each number of the model's
-drafts. After a step its tokens are known, and every offer is judged by them, the unused ones too. So the chances of
-drafts are learned without trying anything out.
+Every source offers each request a chain of tokens. The draft model offers its drafts, a matcher what followed an
+earlier place, a request's reference what stands at its cursor. A matcher also offers a chain behind each number of the
+model's drafts. After a step its tokens are known, and every offer is judged by them, the unused ones too. So the
+chances of drafts are learned without trying anything out.
 
 A chain earns the tokens that it is expected to bring, less the price of its slots. The price of a slot is what the time
 that it takes would bring otherwise: tokens per second times seconds a slot. The best chain wins, cut where the next
