@@ -1,0 +1,58 @@
+"""`benchmarks/record.py`: the traces are the engine's own, so what is replayed on them is what an engine does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engines import PROMPTS, engine
+
+_ROOT = Path(__file__).parents[3]
+MAX_TOKENS = 40
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def traces(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("record")
+    rows = [{"kind": "code", "name": str(i), "prompt": prompt} for i, prompt in enumerate(PROMPTS[:3])]
+    rows.append({"kind": "text", "name": "text", "prompt": "import os\n", "reference": "import os\n"})
+    (folder / "prompts.json").write_text(json.dumps(rows))
+    config = {"method": "mtp", "num_speculative_tokens": STEPS}
+    command = [sys.executable, "benchmarks/record.py", str(trained), str(folder / "prompts.json"), "--ignore-eos"]
+    command += ["--out", str(folder / "traces.json"), "--max-tokens", str(MAX_TOKENS)]
+    command += ["--speculative-config", json.dumps(config), "--max-model-len", "512"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert f"4 traces, {4 * MAX_TOKENS} output tokens" in done.stdout
+    return json.loads((folder / "traces.json").read_text())
+
+
+def test_traces_are_complete(traces: list[dict]) -> None:
+    assert [trace["prompt"] for trace in traces[:3]] == PROMPTS[:3]
+    assert traces[3]["prompt"] == traces[3]["reference"] == list(b"import os\n")
+    for trace in traces:
+        assert len(trace["output"]) == len(trace["drafts"]) == MAX_TOKENS
+        assert {len(drafts) for drafts in trace["drafts"][:-2]} == {STEPS}
+
+
+def test_an_engine_takes_the_steps_that_a_replay_takes(traces: list[dict], trained: Path) -> None:
+    with engine(trained, {"method": "mtp", "num_speculative_tokens": STEPS}) as e:
+        assert e.tokens([trace["prompt"] for trace in traces], max_tokens=MAX_TOKENS) == [t["output"] for t in traces]
+        steps = e.counts().drafts
+    assert sum(_num_steps(trace) for trace in traces) == steps
+
+
+def _num_steps(trace: dict) -> int:
+    """The steps with drafts that follow the first token."""
+    output, position, steps = trace["output"], 1, 0
+    while position < len(output):
+        drafts, follows = trace["drafts"][position - 1], output[position:]
+        accepted = 0
+        while drafts[: accepted + 1] == follows[: accepted + 1] and accepted < len(drafts):
+            accepted += 1
+        steps += 1
+        position += accepted + 1
+    return steps
