@@ -131,4 +131,4 @@ class SpecPlusWorkerMixin(_VllmWorker):
 
 
 class SpecPlusWorker(SpecPlusWorkerMixin, Worker):
-    """The GPU worker."""
+    """vLLM's GPU worker with the plugin's classes."""

@@ -27,6 +27,7 @@ class RequestBody:
 
     @property
     def has_reference(self) -> bool:
+        """Whether the request brings a text that its output will resemble."""
         return self.options is not None and self.options.has_reference
 
     @property

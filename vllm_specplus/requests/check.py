@@ -40,6 +40,7 @@ class Handover:
         return len(self._options)
 
     def put(self, key: str, options: ResolvedOptions) -> None:
+        """Keep the options of a request that is on its way under a key."""
         self._options[key] = options
 
     def get(self, key: Any) -> ResolvedOptions | None:
@@ -47,6 +48,7 @@ class Handover:
         return self._options.get(key) if isinstance(key, str) else None
 
     def drop(self, key: str) -> None:
+        """Forget the options under a key, if there are any."""
         self._options.pop(key, None)
 
 
