@@ -117,7 +117,8 @@ def test_vllms_warm_up_leaves_nothing(
     def state_of(runner: Any) -> tuple[bool, int, bool]:
         drafting = runner.speculator.drafting
         drafted = any(map(any, drafting.requests.stats()["drafted"].values()))
-        return drafted, drafting._slot_filler._matcher.num_cached_requests, drafting._copier._previous is not None
+        matcher = drafting._slot_filler._filler._matcher
+        return drafted, matcher.num_cached_requests, drafting._copier._previous is not None
 
     before = []
     with (
