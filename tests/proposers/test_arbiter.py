@@ -408,3 +408,10 @@ def test_ranks_decide_alike(order: tuple[int, int]) -> None:
             play.text += [step % 3, 1][: 1 + step % 2]
             found.append((choice.to_lists(), choice.num_model.tolist(), play.num_passes))
     assert found[:40] == found[40:]
+
+
+def test_constants_are_those_of_the_compiled_half() -> None:
+    """The accounts cannot import it, since it imports numba."""
+    from vllm_specplus.proposers import _arbiter, arbiter
+
+    assert (arbiter._SHIFT, arbiter._ONE, arbiter.ASLEEP) == (_arbiter.SHIFT, _arbiter.ONE, _arbiter.ASLEEP)

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplus.proposers.draft_lengths import DraftLengths, Plan
+from vllm_specplus.runners.step_prices import has_no_prompts
 
 logger = init_logger("vllm.specplus")
 
@@ -122,12 +123,9 @@ class LengthChooser:
         # A step begins when the one before has ended, or when it was scheduled, if that was later.
         seconds, self._last_end = now - max(begin, self._last_end), now
         drafts = output.scheduled_spec_decode_tokens
-        num_scheduled = output.num_scheduled_tokens
-        is_decode = not output.scheduled_new_reqs and all(
-            count <= 1 + len(drafts.get(req_id, ())) for req_id, count in num_scheduled.items()
-        )
-        if is_decode:
-            self.draft_lengths.add_step(output.total_num_scheduled_tokens, len(num_scheduled), seconds)
+        if has_no_prompts(output):
+            num_reqs = len(output.num_scheduled_tokens)
+            self.draft_lengths.add_step(output.total_num_scheduled_tokens, num_reqs, seconds)
         sampled = result.sampled_token_ids
         if not sampled:
             return

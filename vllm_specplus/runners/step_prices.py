@@ -11,6 +11,14 @@ from vllm_specplus.proposers.costs import CostMeter, Pace
 _PERIOD = 8  # drafting steps between two looks at the clock's results
 
 
+def has_no_prompts(scheduler_output: Any) -> bool:
+    """Whether all requests of a step decode; takes vLLM's ``SchedulerOutput``."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    return not scheduler_output.scheduled_new_reqs and all(
+        count <= 1 + len(drafts.get(req_id, ())) for req_id, count in scheduler_output.num_scheduled_tokens.items()
+    )
+
+
 class StepPrices:
     """Prices from the times of this worker's steps; all workers of a tensor-parallel group use those of the first.
 
@@ -46,11 +54,9 @@ class StepPrices:
             self._pace.add(self._num_emitted, counted + self._passes_time)
         if scheduler_output.scheduled_new_reqs:
             self._pace.begin_request(len(scheduler_output.num_scheduled_tokens))
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        is_decode = not scheduler_output.scheduled_new_reqs and all(
-            count <= 1 + len(drafts.get(req_id, ())) for req_id, count in scheduler_output.num_scheduled_tokens.items()
-        )
-        self._num_scheduled = scheduler_output.total_num_scheduled_tokens if is_decode else 0
+        self._num_scheduled = 0
+        if has_no_prompts(scheduler_output):
+            self._num_scheduled = scheduler_output.total_num_scheduled_tokens
         self._began, self._passes_time, self._num_emitted = now, 0.0, 0
 
     def add_tokens(self, num_tokens: int) -> None:
