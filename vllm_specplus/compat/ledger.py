@@ -330,6 +330,13 @@ V1_SEAMS = (
     ),
     Seam(
         _BASE,
+        "SpecDecodeBaseProposer.prepare_inputs_padded",
+        "extended: it does nothing while the draft model sleeps",
+        ("common_attn_metadata", "spec_decode_metadata", "valid_sampled_tokens_count"),
+        is_exact=True,
+    ),
+    Seam(
+        _BASE,
         "SpecDecodeBaseProposer.prepare_next_token_ids_cpu",
         "extended: it has this step's tokens as lists",
         ("sampled_token_ids", "requests", "gpu_input_batch", "num_scheduled_tokens"),

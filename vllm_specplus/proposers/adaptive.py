@@ -49,6 +49,7 @@ class AdaptiveDrafter:
         self._matchers = matchers
         self._num_slots = num_speculative_tokens
         self._fixed_passes = num_model_steps if makes_all_passes else None
+        self._prices: Prices | None = None
         sources, starts = arrange_chains(list(matchers), num_model_steps)
         self._reference_chain = len(sources) - 1
         self.arbiter = Arbiter(
@@ -62,9 +63,15 @@ class AdaptiveDrafter:
 
     def set_prices(self, prices: Prices) -> None:
         """Set what slots and passes cost from now on. Passes that are made anyway cost nothing."""
-        if self._fixed_passes is not None:
-            prices = replace(prices, first_pass=0.0, later_pass=0.0)
-        self.arbiter.set_prices(prices)
+        if self._fixed_passes is None:
+            self.arbiter.set_prices(prices)
+        elif prices is not self._prices:
+            self._prices = prices
+            self.arbiter.set_prices(replace(prices, first_pass=0.0, later_pass=0.0, prompt_passes=0.0))
+
+    def is_asleep(self, req_ids: Sequence[str]) -> bool:
+        """Whether no pass is going to be made for these requests: each has given the draft model up."""
+        return self._fixed_passes is None and self.arbiter.is_asleep(req_ids)
 
     def plan(self, history: History, limits: np.ndarray, references: Sequence[ReferenceText | None]) -> int:
         """Take in the new tokens, and say how many passes of the draft model to make.

@@ -62,13 +62,15 @@ class Prices:
     """What a step's parts cost, in tokens: what their time would bring otherwise.
 
     slot: of one draft. first_pass, later_pass: of the draft model's passes, for the whole batch. step: a request's
-    share of a step of the target.
+    share of a step of the target. prompt_passes: what the model's passes over prompts have cost since the last prices,
+    in the time of steps.
     """
 
     slot: float
     step: float
     first_pass: float = 0.0
     later_pass: float = 0.0
+    prompt_passes: float = 0.0
 
 
 class ScaledPrices(NamedTuple):
@@ -84,7 +86,7 @@ class ScaledPrices(NamedTuple):
     @classmethod
     def of(cls, prices: Prices, num_model_steps: int) -> Self:
         """Scale prices, of which none counts as more than 2^20 tokens."""
-        slot, step, first, later = (int(min(price, 2.0**20) * _ONE) for price in astuple(prices))
+        slot, step, first, later, _ = (int(min(price, 2.0**20) * _ONE) for price in astuple(prices))
         passes = [first, *[later] * num_model_steps][:num_model_steps]
         return cls(slot, max(step, 1), np.array(passes, np.int64))
 
@@ -101,6 +103,10 @@ class CommonAccount:
     def add_tokens(self, num_tokens: int, step_price: int) -> None:
         """A small share of all tokens pays for trying the model again."""
         self.add((num_tokens << (2 * _SHIFT - _INCOME_SHIFT)) // step_price)
+
+    def charge(self, prices: Prices) -> None:
+        """Take away what the model's passes over prompts have cost."""
+        self.add(-int(prices.prompt_passes * _ONE))
 
     def add(self, profit: int) -> None:
         """Add the profit of the model's passes in a step."""
@@ -202,10 +208,11 @@ class Arbiter:
         return len(self._state_rows)
 
     def set_prices(self, prices: Prices) -> None:
-        """Set what slots and passes cost from now on."""
-        if prices == self._prices:
+        """Set what slots and passes cost from now on; the same object again changes nothing."""
+        if prices is self._prices:
             return
         self._prices = prices
+        self._account.charge(prices)
         self._scaled = ScaledPrices.of(prices, self.num_model_steps)
 
     def begin(self, history: History) -> None:
@@ -244,6 +251,11 @@ class Arbiter:
     def plan_passes(self) -> int:
         """How many passes of the draft model to make, for all requests of the batch; chains of start 0 are offered."""
         return self._compiled.plan(self._rows, *self._offers, self._credits, *self._gains, self._scaled.passes)
+
+    def is_asleep(self, req_ids: Sequence[str]) -> bool:
+        """Whether each of these requests has given the draft model up."""
+        rows = [self._state_rows.find(req_id) for req_id in req_ids]
+        return all(row is not None and self._credits[row] == ASLEEP for row in rows)
 
     def offer_model(self, model_drafts: np.ndarray) -> None:
         """Offer the draft model's drafts, [B, passes] int, to the requests that have not given it up."""

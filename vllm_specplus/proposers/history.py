@@ -112,6 +112,10 @@ class StateRows:
             new.append(rows[req_id])
         return np.array([rows[req_id] for req_id in req_ids], np.int64), new
 
+    def find(self, req_id: str) -> int | None:
+        """The row of a request; None where it has none."""
+        return self._rows.get(req_id)
+
     def retain(self, req_ids: Collection[str]) -> list[int]:
         """Take back the row of every request that is not named; return these rows."""
         dropped = [self._rows.pop(req_id) for req_id in self._rows.keys() - set(req_ids)]

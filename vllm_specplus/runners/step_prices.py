@@ -1,6 +1,7 @@
 """Times a worker's steps, and turns the times into the prices that the arbiter works with."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group
@@ -33,6 +34,7 @@ class StepPrices:
         self._num_scheduled = 0  # tokens of the step that runs; 0: it is not counted
         self._num_emitted = 0
         self._passes_time = 0.0
+        self._prompts_time = 0.0  # of passes over prompts, since the last prices
         self._num_steps = 0
         self._prices: Prices | None = None
 
@@ -66,21 +68,25 @@ class StepPrices:
     def add_passes(self, num_passes: int, seconds: float) -> None:
         """Count the draft model's passes of this step, and their time."""
         self._passes_time += seconds
-        if self.is_counted:
-            self.add_past_passes(num_passes, seconds)
+        self.add_past_passes(num_passes, seconds, is_counted=self.is_counted)
 
     def expect_passes(self, num_passes: int) -> None:
         """Count the usual time of some passes as that of this step's, which is not known yet."""
         self._passes_time += self._meter.passes_time(num_passes)
 
-    def add_past_passes(self, num_passes: int, seconds: float) -> None:
-        """Learn from the passes of an earlier step that was counted, and their time."""
-        self._meter.add_passes(num_passes, seconds)
+    def add_past_passes(self, num_passes: int, seconds: float, *, is_counted: bool) -> None:
+        """Learn from the passes of an earlier step, and their time; in a step that is not counted they have prompts."""
+        if is_counted:
+            self._meter.add_passes(num_passes, seconds)
+        else:
+            self._prompts_time += seconds
 
     def agree(self, num_reqs: int) -> Prices:
         """The prices for this step's drafts; each worker of a group has to ask in each step that drafts."""
         if self._prices is None or self._num_steps % _PERIOD == 0:
-            prices = self._pace.prices(self._meter.costs(), max(num_reqs, 1))
+            costs = self._meter.costs()
+            prices = replace(self._pace.prices(costs, max(num_reqs, 1)), prompt_passes=self._prompts_time / costs.step)
+            self._prompts_time = 0.0
             self._prices = self._group.broadcast_object(prices) if self._group.world_size > 1 else prices
         self._num_steps += 1
         return self._prices

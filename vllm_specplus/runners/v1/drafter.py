@@ -6,6 +6,8 @@ class. Both return lists, so vLLM never schedules a slot that holds no draft.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         def prepare_next_token_ids_padded(self, *args: Any) -> Any: ...
         def prepare_next_token_ids_cpu(self, *args: Any) -> Any: ...
+        def prepare_inputs_padded(self, *args: Any) -> Any: ...
         def propose(self, *args: Any, **kwargs: Any) -> Any: ...
         def take_last_draft_probs(self) -> torch.Tensor | None: ...
 
@@ -134,6 +137,8 @@ class HybridMixin(_Proposer):
         self._sampled_tokens: list[list[int]] = []
         self._tokens_on_host = False
         self._draft_probs: torch.Tensor | None = None
+        # Of this step: whether the draft model sleeps, and the time that its inputs took.
+        self._is_asleep, self._inputs_time = False, 0.0
         # vLLM's dummy runs go by this number: an idle data-parallel rank must run as many passes as a busy one.
         self.num_speculative_tokens = self._steps
 
@@ -158,7 +163,32 @@ class HybridMixin(_Proposer):
             for row, gone in zip(rows, discarded, strict=True)
         ]
         self._tokens_on_host = False
-        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch, discard_request_mask)
+        req_ids = gpu_input_batch.req_ids[: len(rows)]
+        self._is_asleep = isinstance(self._drafter, AdaptiveDrafter) and self._drafter.is_asleep(req_ids)
+        self._inputs_time = 0.0
+        if self._is_asleep:
+            # With synchronous scheduling nobody but the draft model reads them.
+            nothing = sampled_token_ids.new_zeros(len(rows))
+            return nothing, nothing
+        with self._timed_inputs():
+            return super().prepare_next_token_ids_padded(
+                sampled_token_ids, requests, gpu_input_batch, discard_request_mask
+            )
+
+    def prepare_inputs_padded(
+        self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: torch.Tensor
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
+        """Prepare the draft model's inputs as vLLM does, unless it sleeps; arguments and result are those of vLLM."""
+        if self._is_asleep:
+            return common_attn_metadata, None, None
+        with self._timed_inputs():
+            return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
+
+    @contextmanager
+    def _timed_inputs(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._inputs_time += time.perf_counter() - began
 
     def prepare_next_token_ids_cpu(
         self,
@@ -170,6 +200,7 @@ class HybridMixin(_Proposer):
         """Note this step's tokens, which vLLM has written into the host's sequences; then go on as vLLM does."""
         self._sampled_tokens = sampled_token_ids
         self._tokens_on_host = True
+        self._is_asleep, self._inputs_time = False, 0.0
         return super().prepare_next_token_ids_cpu(sampled_token_ids, requests, gpu_input_batch, num_scheduled_tokens)
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
@@ -195,7 +226,7 @@ class HybridMixin(_Proposer):
             began = time.perf_counter()
             model_drafts = super().propose(num_passes, *args, **kwargs).cpu().numpy()
             assert self._tracker.prices is not None
-            self._tracker.prices.add_passes(num_passes, time.perf_counter() - began)
+            self._tracker.prices.add_passes(num_passes, self._inputs_time + time.perf_counter() - began)
         choice = _choose(drafter, self._tracker, history, room, model_drafts)
         drafts = Drafts(choice.to_lists(), choice.num_model)
         # Without drafts of the model no draft has a distribution.

@@ -54,6 +54,7 @@ class _Passes(NamedTuple):
     number: int
     began: Clock
     ended: Clock
+    is_counted: bool
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,9 @@ class AdaptiveFiller(SlotFiller):
         began = Clock(self._device)
         yield number or None
         if number:
-            self._prices_of_steps.expect_passes(number)
-            if self._prices_of_steps.is_counted:
-                self._passes = _Passes(number, began, Clock(self._device))
+            prices = self._prices_of_steps
+            prices.expect_passes(number)
+            self._passes = _Passes(number, began, Clock(self._device), prices.is_counted)
 
     def _begin_step(self, input_batch: Any) -> None:
         """Take over what has been told of an earlier step, and the prices for this one; once a step."""
@@ -155,7 +156,7 @@ class AdaptiveFiller(SlotFiller):
         while len(self._reports) >= self._lag:
             self._read(self._reports.popleft())
         prices = self._prices_of_steps.agree(input_batch.num_reqs)
-        if prices != self._prices:
+        if prices is not self._prices:
             self._set_prices(prices)
 
     def _plan_passes(self, input_batch: Any, most: int) -> int:
@@ -223,6 +224,7 @@ class AdaptiveFiller(SlotFiller):
 
     def _set_prices(self, prices: Prices) -> None:
         self._prices = prices
+        self._account.charge(prices)
         scaled = ScaledPrices.of(prices, self._arguments["num_model_steps"])
         self._step_price = scaled.step
         # With asynchronous scheduling a slot is paid for before it is filled.
@@ -249,5 +251,5 @@ class AdaptiveFiller(SlotFiller):
         is_same = self._generation[report.indices] == report.generation
         self._is_awake[report.indices[is_same]] = credits[is_same] != ASLEEP
         if report.passes is not None:
-            number, began, ended = report.passes
-            self._prices_of_steps.add_past_passes(number, began.seconds_until(ended))
+            number, began, ended, is_counted = report.passes
+            self._prices_of_steps.add_past_passes(number, began.seconds_until(ended), is_counted=is_counted)
