@@ -267,6 +267,25 @@ def test_a_model_that_has_improved_is_used_again() -> None:
     assert passes == 60
 
 
+def test_passes_over_prompts_are_charged() -> None:
+    """The model pays in every step, but less than its passes over prompts cost."""
+    play = Play([], 4, 2)
+    for i in range(8):
+        play.arbiter.set_prices(Prices(0.05, 1.0, 0.2, 0.2, prompt_passes=0.0 if i == 0 else 30.0))
+        play.new_request(f"r{i}")
+        passes = steps_with_model(play, 10, True)
+    assert passes == 0
+
+
+def test_requests_are_asleep_when_all_have_given_the_model_up() -> None:
+    arbiter = Play([], 4, 1).arbiter
+    arbiter.begin(History(["a", "b"], np.zeros((2, 10), np.int32), np.array([1, 1]), np.array([1, 1])))
+    arbiter._credits[arbiter._rows[1]] = ASLEEP
+    assert arbiter.is_asleep(["b"])
+    assert not arbiter.is_asleep(["a", "b"])
+    assert not arbiter.is_asleep(["b", "new"])
+
+
 def test_later_passes_are_left_out_where_they_add_nothing() -> None:
     """The model's second draft is never right."""
     play = Play([], 4, 2)

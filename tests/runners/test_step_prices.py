@@ -68,6 +68,17 @@ def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
     assert found.step == pytest.approx(1.0 * 3 / 1.5)
 
 
+def test_passes_over_prompts_are_told_once(clock: SimpleNamespace) -> None:
+    prices = StepPrices()
+    play(prices, clock, 8)
+    prices.begin_step(step(0, new=True))
+    prices.add_passes(2, 2.8)
+    found = prices.agree(1)
+    assert found.prompt_passes == pytest.approx(2.8 / 1.35, rel=0.05)
+    assert found.first_pass == pytest.approx(StepPrices().agree(1).first_pass * found.step)
+    assert [prices.agree(1).prompt_passes for _ in range(8)][-1] == 0
+
+
 @pytest.mark.parametrize("what", [{"new": True}, {"tokens": 500}, {"running": 0}])
 def test_steps_with_prompts_and_idle_times_are_not_counted(clock: SimpleNamespace, what: dict[str, Any]) -> None:
     prices, before = StepPrices(), StepPrices().agree(1)
