@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing import get_context
@@ -87,10 +87,12 @@ def prompts() -> dict[str, list[str]]:
 
 
 def serve(model: str, config: dict[str, Any] | None, log: Path, pipe: Connection) -> None:
-    """Generate what is asked over the pipe until None comes; all that is printed goes to the log."""
+    """Generate what is asked over the pipe until it is closed; all that is printed goes to the log."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # Front end and engine in one process: they would disturb each other on few cores.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -104,8 +106,11 @@ def serve(model: str, config: dict[str, Any] | None, log: Path, pipe: Connection
         kv_cache_memory_bytes=512 << 20,
     )
     pipe.send("ready")
-    while (request := pipe.recv()) is not None:
-        texts, temperature, max_tokens, extra = request
+    while True:
+        try:
+            texts, temperature, max_tokens, extra = pipe.recv()
+        except EOFError:
+            return
         params = [
             SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=i, extra_args=extra)
             for i in range(len(texts))
@@ -123,9 +128,11 @@ class Engine:
         context = get_context("spawn")
         self._pipe, childs = context.Pipe()
         self.log = logs / f"{way.replace(' ', '-')}.log"
-        self._process = context.Process(target=serve, args=(model, CONFIGS[way], self.log, childs), daemon=True)
+        self._process = context.Process(target=serve, args=(model, CONFIGS[way], self.log, childs))
         self._process.start()
         childs.close()
+
+    def wait_until_ready(self) -> None:
         self._receive()
 
     def generate(
@@ -136,7 +143,8 @@ class Engine:
         return self._receive()
 
     def end(self) -> None:
-        self._pipe.send(None)
+        # A process that has nobody to hear from ends.
+        self._pipe.close()
         self._process.join()
 
     def _receive(self) -> Any:
@@ -150,12 +158,13 @@ class Engine:
 def engines(model: str, logs: Path) -> Iterator[dict[str, Engine]]:
     """All engines, started one after another."""
     logs.mkdir(parents=True, exist_ok=True)
-    started = {way: Engine(model, way, logs) for way in CONFIGS}
-    try:
+    with ExitStack() as stack:
+        started = {}
+        for way in CONFIGS:
+            started[way] = Engine(model, way, logs)
+            stack.callback(started[way].end)
+            started[way].wait_until_ready()
         yield started
-    finally:
-        for one in started.values():
-            one.end()
 
 
 def ways_of(kind: str) -> list[str]:
