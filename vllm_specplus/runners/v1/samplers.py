@@ -56,10 +56,14 @@ class _Verifier:
         """
         num_reqs = cu_num_rows.shape[0] - 1
         temperature = metadata.temperature
+        seeds = positions = draft_logits = None
         if metadata.all_greedy or temperature is None:
             temperature = torch.zeros(num_reqs, device=logits.device)
-        positions = self._runner._get_positions(logits_indices)
-        draft_logits = None
+        else:
+            seeds = self._seeds(metadata.generators, num_reqs, logits.device)
+            positions = self._runner._get_positions(logits_indices)
+            # M-RoPE has three positions a token; the first is the one in time.
+            positions = (positions[0] if positions.dim() == 2 else positions).long()
         if draft_probs is not None and uses_draft_distribution(self._strategy):
             # Logits that give these probabilities once they are divided by the temperature.
             requests = torch.arange(num_reqs, device=logits.device)
@@ -72,9 +76,8 @@ class _Verifier:
             temperature,
             top_p=metadata.top_p,
             top_k=metadata.top_k,
-            seeds=self._seeds(metadata.generators, num_reqs, logits.device),
-            # M-RoPE has three positions a token; the first is the one in time.
-            positions=(positions[0] if positions.dim() == 2 else positions).long(),
+            seeds=seeds,
+            positions=positions,
             strategy=self._strategy,
             policy=self._policy,
             verify_window=self._verify_window,
@@ -112,6 +115,9 @@ class StrategySampler(Sampler):
         Returns:
             [num_reqs] int64 tokens, and processed logprobs where the engine's mode asks for them.
         """
+        if sampling_metadata.all_greedy:
+            # Where nothing is sampled, all strategies are the same.
+            return super().sample(logits, sampling_metadata, logprobs_mode_override)
         num_reqs = logits.shape[0]
         rows = torch.arange(num_reqs + 1, dtype=torch.int32, device=logits.device)
         starts = self._runner.query_start_loc.gpu[: num_reqs + 1]
@@ -148,6 +154,9 @@ class StrategyRejectionSampler(RejectionSampler):
 
         Only strategy `rejection` uses ``draft_probs``; the others take drafts as one-hot.
         """
+        if not any(metadata.num_draft_tokens):
+            # vLLM verifies in every step of an engine that drafts.
+            return self.sampler(logits, sampling_metadata)
         draft_rows, bonus_rows = metadata.target_logits_indices, metadata.bonus_logits_indices
         # Logprobs are of the raw logits, or are processed anew: the processors change their argument.
         wants_logprobs = sampling_metadata.max_num_logprobs is not None
