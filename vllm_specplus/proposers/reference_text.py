@@ -151,6 +151,8 @@ class ReferenceText:
     def _look_up(self, output: np.ndarray) -> tuple[int, int]:
         """The place after the longest n-gram that ends the output, and its length; (-1, 0): none."""
         places = self._far_places(output, self._previous)
+        if not len(places):
+            return -1, 0
         lengths = self._match_lengths(places, output)
         longest = int(lengths.max(initial=0))
         if longest < self.min_ngram_size:

@@ -26,6 +26,8 @@ def count_step(
         fill_source: [B] int, the source of the other drafts.
         num_drafted, num_accepted: [B] int, drafts that were verified, and how many of them were accepted.
     """
+    if not num_drafted.any():
+        return
     for row, tokens in zip(counts, (num_drafted, num_accepted), strict=True):
         of_model = np.minimum(num_model, tokens)
         row[MODEL] += _num_longer(of_model, row.shape[1])
