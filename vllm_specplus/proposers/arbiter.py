@@ -47,9 +47,9 @@ from vllm_specplus.sources import NGRAM, REFERENCE
 _ALLOWANCE = 1.0  # steps' time that a request may lose by the model before it gives it up
 _MOST_CREDIT = 8.0
 _COMMON_ALLOWANCE = 4.0
-_MOST_COMMON_CREDIT = 16.0
+_MOST_COMMON_CREDIT = 16.0  # or debt, for each request of a batch
 _COMMON_SHARE_SHIFT = 3  # of the common credit, 1 / 8 comes to each request's allowance
-_INCOME_SHIFT = 6  # of each token's time, 1 / 64 pays for trying the model again
+_INCOME_SHIFT = 7  # of each token's time, 1 / 128 pays for trying the model again
 # As in `_arbiter`, which imports numba. A test compares them.
 _SHIFT = 16
 _ONE = 1 << _SHIFT
@@ -99,9 +99,11 @@ class CommonAccount:
 
     def __init__(self) -> None:
         self._credit = int(_COMMON_ALLOWANCE * _ONE)
+        self._num_reqs = 1
 
-    def add_tokens(self, num_tokens: int, step_price: int) -> None:
-        """A small share of all tokens pays for trying the model again."""
+    def add_tokens(self, num_tokens: int, num_reqs: int, step_price: int) -> None:
+        """A small share of all tokens, which so many requests got in a step, pays for trying the model again."""
+        self._num_reqs = num_reqs
         self.add((num_tokens << (2 * _SHIFT - _INCOME_SHIFT)) // step_price)
 
     def charge(self, prices: Prices) -> None:
@@ -110,15 +112,17 @@ class CommonAccount:
 
     def add(self, profit: int) -> None:
         """Add the profit of the model's passes in a step."""
-        credit = min(self._credit + profit, int(_MOST_COMMON_CREDIT * _ONE))
-        self._credit = max(credit, -int(_ALLOWANCE * _ONE))
+        most = int(_MOST_COMMON_CREDIT * _ONE) * self._num_reqs
+        self._credit = min(max(self._credit + profit, -most), most)
 
     def allowance(self) -> int:
         """The credit of a new request; `ASLEEP` where it begins without the model.
 
         Where the model pays in general, a request that it does not pay for keeps it for longer.
         """
-        return int(_ALLOWANCE * _ONE) + (self._credit >> _COMMON_SHARE_SHIFT) if self._credit > 0 else ASLEEP
+        if self._credit <= 0:
+            return ASLEEP
+        return int(_ALLOWANCE * _ONE) + (self._credit // self._num_reqs >> _COMMON_SHARE_SHIFT)
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ class Arbiter:
         num_new = self._compiled.begin(
             history.token_ids, self._num_tokens, self._rows, self._known, *self._offers, *self.table
         )
-        self._account.add_tokens(num_new, self._scaled.step)
+        self._account.add_tokens(num_new, len(self._rows), self._scaled.step)
 
     def offer(self, chain: int, token_ids: np.ndarray, lengths: np.ndarray, agreed: np.ndarray) -> None:
         """Offer a chain to each request.

@@ -221,13 +221,13 @@ class HybridMixin(_Proposer):
         history, room = self._history.read(self._sampled_tokens, num_speculative_tokens, on_host=self._tokens_on_host)
         drafter.retain(self._history.requests_with_state())
         num_passes = _plan_passes(drafter, self._tracker, history, room)
-        model_drafts = None
-        if num_passes:
-            began = time.perf_counter()
-            model_drafts = super().propose(num_passes, *args, **kwargs).cpu().numpy()
-            assert self._tracker.prices is not None
-            self._tracker.prices.add_passes(num_passes, self._inputs_time + time.perf_counter() - began)
+        began = time.perf_counter()
+        model_drafts = super().propose(num_passes, *args, **kwargs).cpu().numpy() if num_passes else None
         choice = _choose(drafter, self._tracker, history, room, model_drafts)
+        if num_passes:
+            assert self._tracker.prices is not None
+            # The choice takes longer with the model's drafts, which is their cost too.
+            self._tracker.prices.add_passes(num_passes, self._inputs_time + time.perf_counter() - began)
         drafts = Drafts(choice.to_lists(), choice.num_model)
         # Without drafts of the model no draft has a distribution.
         self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens) if num_passes else None

@@ -245,7 +245,7 @@ class AdaptiveFiller(SlotFiller):
         num_new, profit = (totals - self._totals_before).tolist()
         self._totals_before = totals
         self._planned = int(values[kernels.NUM_TOTALS])
-        self._account.add_tokens(num_new, self._step_price)
+        self._account.add_tokens(num_new, len(report.indices), self._step_price)
         self._account.add(profit)
         self._prices_of_steps.add_tokens(num_new)
         is_same = self._generation[report.indices] == report.generation
