@@ -10,6 +10,7 @@ import pytest
 from vllm.config import CUDAGraphMode, SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
@@ -45,8 +46,13 @@ def engine_args(model: Path, config: dict[str, object], **more: Any) -> EngineAr
 def read(config: dict[str, object], **changes: Any) -> EngineSetup:
     """An engine on a GPU."""
     parallel = {"data_parallel_size": 1, "pipeline_parallel_size": 1} | changes.pop("parallel", {})
-    args = SimpleNamespace(**{"async_scheduling": None, "scheduler_cls": None, "max_num_seqs": None} | changes)
-    return EngineSetup(args, resolve(config), None, SimpleNamespace(**parallel), "cuda", on_v2=True)  # type: ignore[arg-type]
+    device_type, is_on_v2 = changes.pop("device_type", "cuda"), changes.pop("on_v2", True)
+    defaults = {"async_scheduling": None, "scheduler_cls": None, "max_num_seqs": None, "enable_lora": False}
+    defaults |= {"enforce_eager": False, "optimization_level": 2, "attention_backend": None}
+    args = SimpleNamespace(**defaults | changes)
+    args.compilation_config = SimpleNamespace(cudagraph_mode=changes.get("cudagraph_mode"))
+    args.attention_config = SimpleNamespace(backend=None)
+    return EngineSetup(args, resolve(config), None, SimpleNamespace(**parallel), device_type, is_on_v2)  # type: ignore[arg-type]
 
 
 def shown(speculative_config: SpeculativeConfig, max_num_seqs: int) -> list[int]:
@@ -120,12 +126,44 @@ def test_where_the_length_is_fixed_one_line_says_why(
     assert words in line
 
 
-def test_adaptive_verification_chooses_by_itself() -> None:
-    """It is refused with plugin keys today."""
-    engine = read(HYBRID)
-    keys = engine.resolved.vllm | {"enable_adaptive_verification": True}
-    engine = dataclasses.replace(engine, resolved=dataclasses.replace(engine.resolved, vllm=keys))
-    assert "enable_adaptive_verification" in str(lengths.reason_for_fixed_length(engine))
+ON_THE_DEVICE = HYBRID | {"enable_adaptive_verification": True}
+
+
+def test_adaptive_verification_chooses_by_itself(log: pytest.LogCaptureFixture) -> None:
+    engine = lengths.with_chosen_lengths(lengths.with_possible_adaptive_verification(read(ON_THE_DEVICE)))
+    assert engine.resolved.vllm["enable_adaptive_verification"]
+    assert not engine.lengths
+    (line,) = [line for line in log.messages if "slots for drafts" in line or "adaptive_verification" in line]
+    assert line.endswith("always 12, since enable_adaptive_verification=true trims them on the device")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"enable_lora": True}, "LoRA"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
+        ({"enforce_eager": True}, "needs full CUDA graphs"),
+        ({"optimization_level": 1}, "needs full CUDA graphs"),
+        ({"cudagraph_mode": CUDAGraphMode.PIECEWISE}, "needs full CUDA graphs"),
+        ({"attention_backend": "FLASHINFER"}, "attention backend FLASHINFER"),
+        ({"device_type": "cpu"}, "needs full CUDA graphs"),
+        ({"on_v2": False}, "Model Runner V1"),
+    ],
+)
+def test_where_adaptive_verification_cannot_run_one_line_says_why(
+    changes: dict[str, Any], words: str, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its module needs a package that only GPUs have.
+    plans_on_host = SimpleNamespace(supports_device_cpu_query_lens_mismatch=lambda: False)
+    monkeypatch.setattr(AttentionBackendEnum, "get_class", lambda backend: plans_on_host)
+    engine = lengths.with_possible_adaptive_verification(read(ON_THE_DEVICE, **changes))
+    assert "enable_adaptive_verification" not in engine.resolved.vllm
+    (line,) = log.messages
+    assert line.startswith("enable_adaptive_verification=true is not in force, since ")
+    assert words in line
+    # What else can be done is done.
+    chosen = lengths.with_chosen_lengths(engine)
+    assert bool(chosen.lengths) == (not changes.keys() & {"parallel", "device_type", "on_v2"})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +219,7 @@ def test_the_hybrids_first_draft_has_graphs_of_every_length(tiny: Path) -> None:
 
     hybrid = Hybrid()
     of_slots = SimpleNamespace(speculative_config=config, num_speculative_tokens=12)
-    hybrid.set_drafting(SimpleNamespace(width=12), of_slots, writes_one_hot=False)
+    hybrid.set_drafting(SimpleNamespace(width=12, confidences=None), of_slots, writes_one_hot=False)
     hybrid.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
     (manager,) = made
     captured = {desc.uniform_token_count for desc in manager._capture_descs[CUDAGraphMode.FULL]}

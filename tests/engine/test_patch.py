@@ -228,7 +228,11 @@ def test_asynchronous_scheduling_on_v2(config: dict[str, object], stays_on: bool
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
-        (HYBRID | {"enable_adaptive_verification": True}, {}, "enable_adaptive_verification=true with keys"),
+        (
+            HYBRID | {"enable_adaptive_verification": True, "adaptive": False},
+            {},
+            "enable_adaptive_verification=true with keys",
+        ),
         (HYBRID | {"verify_strategy": "topp"}, {"use_fp64_gumbel": True}, "not allowed with use_fp64_gumbel=True"),
         (HYBRID | {"verify_strategy": "topp"}, {"watermark_config": {}}, "not allowed with a watermark"),
         (HYBRID, {"watermark_config": {}}, "not allowed with a watermark"),

@@ -130,6 +130,14 @@ SCHEDULER_SEAMS = (
         "data_parallel_size pipeline_parallel_size",
         "read: whether steps may have different lengths",
     ),
+    *_members(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "enable_lora enforce_eager optimization_level compilation_config attention_backend attention_config",
+        "read: whether vLLM can trim drafts on the device",
+    ),
+    Seam("vllm.config.compilation", "CUDAGraphMode.has_full_cudagraphs", "called, for the same"),
+    Seam("vllm.config.attention", "AttentionConfig.validate_backend_before", "called, for the same", ("value",)),
     Seam(f"{_SCHED}.async_scheduler", "AsyncScheduler", "subclassed: chooses how many slots a step has"),
     Seam(f"{_SCHED}.scheduler", "Scheduler", "called: what runs with synchronous scheduling"),
     Seam(f"{_SCHED}.scheduler", "Scheduler.__init__", "extended", ("vllm_config",)),
@@ -392,7 +400,8 @@ V2_SEAMS = (
     *_members(
         _V2,
         "GPUModelRunner",
-        "speculator rejection_sampler draft_tokens_handler speculative_config model_config device",
+        "speculator rejection_sampler draft_tokens_handler speculative_config model_config device vllm_config "
+        "decode_query_len",
         "read: the parts that were built",
     ),
     Seam(
@@ -433,6 +442,44 @@ V2_SEAMS = (
         "DraftModelSpeculator",
         "num_speculative_steps draft_logits vllm_config",
         "read and set: the model's steps, and rows for one-hot drafts",
+    ),
+    *_members(
+        f"{_V2_SPEC}.speculator",
+        "DraftModelSpeculator",
+        "enable_adaptive_verification draft_token_confidence_probs draft_attn_layer_names",
+        "set: has vLLM trim drafts by the arbiter's chances; and read",
+    ),
+    Seam(
+        f"{_V2_SPEC}.adaptive_verification",
+        "AdaptiveVerificationManager.record_confidences",
+        "what is given to vLLM: one chance for each slot",
+        ("confidence_probs", "input_batch"),
+    ),
+    *_members(
+        "vllm.v1.attention.backend",
+        "AttentionBackend",
+        "supports_device_cpu_query_lens_mismatch get_builder_cls get_name",
+        "called: whether trimmed batches can be run",
+    ),
+    Seam(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.get_cudagraph_support",
+        "called, for the same",
+        ("vllm_config", "kv_cache_spec"),
+    ),
+    Seam(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.get_varlen_cudagraph_max_query_len",
+        "called, for the same",
+        ("vllm_config", "kv_cache_spec"),
+    ),
+    Seam("vllm.v1.attention.backend", "AttentionCGSupport", "read, for the same"),
+    Seam("vllm.config", "get_layers_from_vllm_config", "called: the target's attention layers"),
+    *_members(
+        "vllm.model_executor.layers.attention_layer_base",
+        "AttentionLayerBase",
+        "get_attn_backend get_kv_cache_spec",
+        "called, for the same",
     ),
     Seam(
         f"{_V2_SPEC}.utils",
@@ -534,6 +581,7 @@ V2_SEAMS = (
         is_exact=True,
     ),
     *_members(f"{_V2_SPEC}.rejection_sampler", "RejectionSampler", "sampler num_speculative_steps", "read"),
+    Seam(f"{_V2_SPEC}.rejection_sampler", "RejectionSampler.enable_adaptive_verification", "set where that cannot run"),
     Seam("vllm.config.model", "PROCESSED_LOGPROBS_MODES", "read: the kind of logprobs"),
     Seam(
         "vllm.model_executor.layers.vocab_parallel_embedding",

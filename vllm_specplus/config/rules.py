@@ -193,10 +193,12 @@ def _refuse_other_ways_of_drafting(parsed: ParsedConfig) -> None:
 
 
 def _refuse_adaptive_verification(parsed: ParsedConfig) -> None:
-    if needs_options(parsed) and parsed.values.get("enable_adaptive_verification"):
+    if not parsed.values.get("enable_adaptive_verification") or not needs_options(parsed):
+        return
+    if not parsed.is_hybrid or not is_adaptive(parsed, tokens=1):
         raise not_allowed_error(
             f"{parsed.setting('enable_adaptive_verification')} with keys of vllm-specplus",
-            "it trims the drafts that they add or verify",
+            "it needs the chance of each draft, which only a hybrid with adaptive=true knows",
         )
 
 

@@ -72,7 +72,8 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     refusals.refuse(engine)
 
     # Build the config, and set the engine up for it.
-    engine = lengths.with_chosen_lengths(setup.with_default_strategy(engine))
+    engine = lengths.with_possible_adaptive_verification(setup.with_default_strategy(engine))
+    engine = lengths.with_chosen_lengths(engine)
     speculative_config = build.speculative_config(engine)
     build.set_worker(engine)
     build.set_request_check(engine)

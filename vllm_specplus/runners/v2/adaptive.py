@@ -16,7 +16,7 @@ import torch
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels import arbiter as kernels
-from vllm_specplus.kernels.arbiter.state import NO_OFFERS
+from vllm_specplus.kernels.arbiter.state import NO_OFFERS, ONE
 from vllm_specplus.proposers.adaptive import arrange_chains
 from vllm_specplus.proposers.arbiter import ASLEEP, CommonAccount, Prices, ScaledPrices, prior_chances
 from vllm_specplus.runners.arbiter_options import MATCH_LEN_CAP, arbiter_options, matching_sources
@@ -69,7 +69,11 @@ class _Report:
 
 
 class AdaptiveFiller(SlotFiller):
-    """Fills slots with what earns most, of all sources; references are among them."""
+    """Fills slots with what earns most, of all sources; references are among them.
+
+    Args:
+        confidences: see `Drafting.confidences`.
+    """
 
     def __init__(
         self,
@@ -78,7 +82,9 @@ class AdaptiveFiller(SlotFiller):
         req_states: "FollowedRequestState",
         copier: TokenCopier,
         requests: RequestTracker,
+        confidences: torch.Tensor | None = None,
     ):
+        self._confidences = confidences
         self._options: SpecPlusOptions = vllm_config.speculative_config.specplus
         self._arguments = arbiter_options(vllm_config)
         self._device = device
@@ -220,6 +226,8 @@ class AdaptiveFiller(SlotFiller):
         )
         self._send(input_batch, kernels.plan_passes(state, idx_mapping, pass_prices, self._totals))
         self._requests.set_fill_source(idx_mapping, chosen.source)
+        if self._confidences is not None:
+            torch.div(chosen.chances, ONE.value, out=self._confidences[: len(chosen.chances)])
         return chosen.num_drafts, chosen.num_model
 
     def _set_prices(self, prices: Prices) -> None:

@@ -30,6 +30,8 @@ class Drafting:
         draft_tokens: [max_num_reqs, K] int64, the drafts of this step's batch, padded with token 0.
         num_drafts: [max_num_reqs] int32 by request state: drafts of each request, in its first slots.
         num_model: [max_num_reqs] int32 by request state: how many of these are the draft model's.
+        confidences: [max_num_reqs, K] float32, for vLLM's adaptive verification: the chance of each draft of this
+            step's batch if those before it are right, and 0 after the last; None: nobody asks.
         width: K, the slots of a request.
         is_async: whether the scheduler schedules a step before the last step's drafts are made.
         requests: follows what single requests ask for.
@@ -43,6 +45,9 @@ class Drafting:
         self.draft_tokens = torch.zeros(max_num_reqs, self.width, dtype=torch.int64, device=device)
         self.num_drafts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.num_model = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.confidences: torch.Tensor | None = None
+        if options.is_hybrid and vllm_config.speculative_config.enable_adaptive_verification:
+            self.confidences = torch.zeros(max_num_reqs, self.width, dtype=torch.float32, device=device)
         self._copier = TokenCopier(
             vllm_config,
             device,
@@ -120,7 +125,7 @@ class Drafting:
     ) -> SlotFiller:
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         if options.adaptive:
-            return AdaptiveFiller(vllm_config, device, req_states, self._copier, self.requests)
+            return AdaptiveFiller(vllm_config, device, req_states, self._copier, self.requests, self.confidences)
         filler: SlotFiller = EmptyFiller()
         if options.matches_ngrams:
             filler = NgramFiller(options, req_states)

@@ -10,6 +10,7 @@ from vllm_specplus import compat
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.runners import BuildStep
 from vllm_specplus.runners.arbiter_options import matching_sources
+from vllm_specplus.runners.v2.adaptive_verification import turn_off_where_impossible
 from vllm_specplus.runners.v2.drafting import Drafting
 from vllm_specplus.runners.v2.requests import RequestTracker
 from vllm_specplus.runners.v2.samplers import CountingRejectionSampler, StrategyRejectionSampler, StrategySampler
@@ -49,6 +50,7 @@ def connect(runner: Any) -> RequestTracker | None:
     """
     options: SpecPlusOptions = runner.speculative_config.specplus
     drafting = _drafting(runner)
+    turn_off_where_impossible(runner)
     if drafting is not None:
         runner.draft_tokens_handler.set_drafting(drafting)
     sampler = runner.rejection_sampler
