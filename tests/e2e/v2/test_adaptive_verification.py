@@ -93,7 +93,7 @@ def verified_drafts(e: Any) -> Iterator[list[tuple[int, int]]]:
         yield seen
 
 
-@pytest.mark.parametrize("strategy", [None, "target_match"])
+@pytest.mark.parametrize("strategy", [pytest.param(None, marks=pytest.mark.every_version), "target_match"])
 def test_empty_slots_are_not_run(strategy: str | None, trained: Path, base: list[list[int]]) -> None:
     config = ON_THE_DEVICE | ({"verify_strategy": strategy} if strategy else {})
     with trimming_engine(trained, 0.02, config) as e, verified_drafts(e) as seen:
