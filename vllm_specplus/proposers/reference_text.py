@@ -229,9 +229,12 @@ class ReferenceText:
         if len(output) < size:
             return np.empty(0, np.int64)
         wanted = _hash_ngrams(output[-size:], size)[0]
-        first, last = np.searchsorted(self._hashes, wanted), np.searchsorted(self._hashes, wanted, side="right")
+        first = int(self._hashes.searchsorted(wanted))
+        if first == len(self._hashes) or self._hashes[first] != wanted:
+            return np.empty(0, np.int64)
+        last = int(self._hashes.searchsorted(wanted, side="right"))
         if last - first > _MAX_PLACES:
-            middle = first + np.searchsorted(self._starts[first:last], near)
+            middle = first + int(self._starts[first:last].searchsorted(near))
             first = min(max(first, middle - _MAX_PLACES // 2), last - _MAX_PLACES)
             last = first + _MAX_PLACES
         return self._starts[first:last] + size
