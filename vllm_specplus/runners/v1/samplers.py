@@ -155,8 +155,8 @@ class StrategyRejectionSampler(RejectionSampler):
         Only strategy `rejection` uses ``draft_probs``; the others take drafts as one-hot.
         """
         if not any(metadata.num_draft_tokens):
-            # vLLM verifies in every step of an engine that drafts.
-            return self.sampler(logits, sampling_metadata)
+            # All rows are bonus rows; where a step has drafts, vLLM has the sampler process such rows too.
+            return self.sampler(logits, sampling_metadata, predict_bonus_token=True)
         draft_rows, bonus_rows = metadata.target_logits_indices, metadata.bonus_logits_indices
         # Logprobs are of the raw logits, or are processed anew: the processors change their argument.
         wants_logprobs = sampling_metadata.max_num_logprobs is not None
