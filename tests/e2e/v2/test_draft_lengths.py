@@ -22,6 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "adaptive": True,
     },
     "hybrid": {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2, "mtp_strategy": "with_ngram"},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8, "adaptive": True},
 }
 
 

@@ -45,6 +45,7 @@ class Drafting:
         self.draft_tokens = torch.zeros(max_num_reqs, self.width, dtype=torch.int64, device=device)
         self.num_drafts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.num_model = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._is_adaptive = options.adaptive
         self.confidences: torch.Tensor | None = None
         if options.is_hybrid and vllm_config.speculative_config.enable_adaptive_verification:
             self.confidences = torch.zeros(max_num_reqs, self.width, dtype=torch.float32, device=device)
@@ -107,7 +108,7 @@ class Drafting:
         self.requests.count_steps(input_batch, num_sampled)
         needs_every_step = self._slot_filler.needs_every_step
         # All K slots or none: kernels are compiled for one width, and `max_drafts` keeps to the width of this step.
-        drafts = draft_tokens if width else draft_tokens[:, :0]
+        drafts = draft_tokens if width or self._is_adaptive else draft_tokens[:, :0]
         max_drafts = self.requests.limit(input_batch, (num_sampled[:num_reqs] > 0).to(torch.int32) * width)
         arrival = None
         if needs_every_step or self.requests.references(input_batch):

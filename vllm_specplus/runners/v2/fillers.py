@@ -33,7 +33,7 @@ class SlotFiller(Protocol):
         Args:
             input_batch: vLLM's.
             drafts: [B, K] int64, changed in place: the model's drafts in its first `num_steps` columns, and afterwards
-                each request's drafts with -1 after the last. K is 0 where vLLM wants no drafts.
+                each request's drafts with -1 after the last. Without `adaptive`, K is 0 where vLLM wants no drafts.
             num_steps: drafts that the model made for each request.
             max_drafts: [B] int32, the most drafts of each request.
             arrival: the tokens that `TokenCopier.advance` has brought to the host, if any.
