@@ -138,6 +138,7 @@ SCHEDULER_SEAMS = (
     ),
     Seam("vllm.config.compilation", "CUDAGraphMode.has_full_cudagraphs", "called, for the same"),
     Seam("vllm.config.attention", "AttentionConfig.validate_backend_before", "called, for the same", ("value",)),
+    Seam("vllm.v1.attention.backends.registry", "AttentionBackendEnum.get_class", "called, for the same"),
     Seam(f"{_SCHED}.async_scheduler", "AsyncScheduler", "subclassed: chooses how many slots a step has"),
     Seam(f"{_SCHED}.scheduler", "Scheduler", "called: what runs with synchronous scheduling"),
     Seam(f"{_SCHED}.scheduler", "Scheduler.__init__", "extended", ("vllm_config",)),
@@ -446,7 +447,7 @@ V2_SEAMS = (
     *_members(
         f"{_V2_SPEC}.speculator",
         "DraftModelSpeculator",
-        "enable_adaptive_verification draft_token_confidence_probs draft_attn_layer_names",
+        "enable_adaptive_verification use_acceptance_estimator draft_token_confidence_probs draft_attn_layer_names",
         "set: has vLLM trim drafts by the arbiter's chances; and read",
     ),
     Seam(

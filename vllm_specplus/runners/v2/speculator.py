@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
         draft_logits: torch.Tensor | None
         draft_token_confidence_probs: torch.Tensor
-        enable_adaptive_verification: bool
+        use_acceptance_estimator: bool
         num_speculative_steps: int
         vllm_config: Any
 
@@ -112,7 +112,9 @@ class HybridMixin(_Speculator):
         self._config_of_slots = vllm_config
         self._writes_one_hot = writes_one_hot
         if drafting.confidences is not None:
-            self.enable_adaptive_verification, self.draft_token_confidence_probs = True, drafting.confidences
+            # vLLM's estimate of the chances covers the model's own drafts alone.
+            self.use_acceptance_estimator = False
+            self.draft_token_confidence_probs = drafting.confidences
         if self.draft_logits is not None and writes_one_hot:
             # Rows of padding are never read.
             shape = len(drafting.draft_tokens), drafting.width, self.draft_logits.shape[2]
@@ -205,8 +207,6 @@ def init_speculator(vllm_config: Any, device: torch.device, req_states: "Followe
     # The numbers of passes that vLLM has to capture graphs for.
     passes = [(number, number, number) for number in range(1, steps + 1)] if options.adaptive and steps > 1 else None
     shown.speculative_config.num_speculative_tokens_per_batch_size = passes
-    # Otherwise vLLM would estimate the chances of the model's drafts.
-    shown.speculative_config.enable_adaptive_verification = False
     with ExitStack() as stack:
         for module_name, name in MODEL_SPECULATORS.items():
             module = import_module(module_name)
