@@ -79,6 +79,32 @@ def test_passes_over_prompts_are_told_once(clock: SimpleNamespace) -> None:
     assert [prices.agree(1).prompt_passes for _ in range(8)][-1] == 0
 
 
+def test_all_requests_wait_for_passes_over_a_prompt(clock: SimpleNamespace) -> None:
+    """What usual passes take is charged elsewhere."""
+    prices = StepPrices()
+    for _ in range(20):
+        prices.begin_step(step(0))
+        prices.add_passes(2, 0.5)
+        prices.add_tokens(1)
+        clock.time += 1.5
+    with_prompt = step(0, new=True)
+    with_prompt.num_scheduled_tokens |= {"b": 1, "c": 50}
+    prices.begin_step(with_prompt)
+    prices.add_passes(2, 2.5)
+    assert prices.agree(3).prompt_passes == pytest.approx((2.5 - 0.5) * 3)
+
+
+def test_nothing_is_charged_before_a_step_is_known(clock: SimpleNamespace) -> None:
+    prices = StepPrices()
+    prices.begin_step(step(0, new=True))
+    prices.add_passes(1, 3.0)
+    assert prices.agree(1).prompt_passes == 0
+    clock.time += 3.0
+    play(prices, clock, 2)
+    prices.begin_step(step(0))
+    assert [prices.agree(1).prompt_passes for _ in range(8)][-1] == pytest.approx(3.0 / 1.05, rel=0.05)
+
+
 @pytest.mark.parametrize("what", [{"new": True}, {"tokens": 500}, {"running": 0}])
 def test_steps_with_prompts_and_idle_times_are_not_counted(clock: SimpleNamespace, what: dict[str, Any]) -> None:
     prices, before = StepPrices(), StepPrices().agree(1)

@@ -1,7 +1,6 @@
 """Drafts what earns most: the matchers, the references and the draft model offer, and the arbiter chooses."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -67,7 +66,7 @@ class AdaptiveDrafter:
             self.arbiter.set_prices(prices)
         elif prices is not self._prices:
             self._prices = prices
-            self.arbiter.set_prices(replace(prices, first_pass=0.0, later_pass=0.0, prompt_passes=0.0))
+            self.arbiter.set_prices(prices.without_passes())
 
     def is_asleep(self, req_ids: Sequence[str]) -> bool:
         """Whether no pass is going to be made for these requests: each has given the draft model up."""

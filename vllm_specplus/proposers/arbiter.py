@@ -36,7 +36,7 @@ these results bit for bit.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -62,8 +62,8 @@ class Prices:
     """What a step's parts cost, in tokens: what their time would bring otherwise.
 
     slot: of one draft. first_pass, later_pass: of the draft model's passes, for the whole batch. step: a request's
-    share of a step of the target. prompt_passes: what the model's passes over prompts have cost since the last prices,
-    in the time of steps.
+    share of a step of the target. prompt_passes: what the model's passes over prompts have cost all requests since the
+    last prices, in the time of their steps.
     """
 
     slot: float
@@ -71,6 +71,10 @@ class Prices:
     first_pass: float = 0.0
     later_pass: float = 0.0
     prompt_passes: float = 0.0
+
+    def without_passes(self) -> Self:
+        """The prices where all passes are made anyway, so that they cost nothing."""
+        return replace(self, first_pass=0.0, later_pass=0.0, prompt_passes=0.0)
 
 
 class ScaledPrices(NamedTuple):

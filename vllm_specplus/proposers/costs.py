@@ -94,6 +94,11 @@ class CostMeter:
         else:
             self._passes[num_passes] = known + (min(time, _MOST_TIMES_MEDIAN * known) - known) / _NUM_RECENT
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step has been measured."""
+        return self._sums[0] > 0
+
     def passes_time(self, num_passes: int) -> float:
         """The usual time of some passes; 0 where that is not known."""
         return self._passes.get(num_passes, 0.0)

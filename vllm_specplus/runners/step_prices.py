@@ -34,7 +34,8 @@ class StepPrices:
         self._num_scheduled = 0  # tokens of the step that runs; 0: it is not counted
         self._num_emitted = 0
         self._passes_time = 0.0
-        self._prompts_time = 0.0  # of passes over prompts, since the last prices
+        self._num_reqs = 0  # of the step that runs
+        self._prompts_time = 0.0  # of passes over prompts, for each request that waited; since the last prices
         self._num_steps = 0
         self._prices: Prices | None = None
 
@@ -56,7 +57,7 @@ class StepPrices:
             self._pace.add(self._num_emitted, counted + self._passes_time)
         if scheduler_output.scheduled_new_reqs:
             self._pace.begin_request(len(scheduler_output.num_scheduled_tokens))
-        self._num_scheduled = 0
+        self._num_scheduled, self._num_reqs = 0, len(scheduler_output.num_scheduled_tokens)
         if has_no_prompts(scheduler_output):
             self._num_scheduled = scheduler_output.total_num_scheduled_tokens
         self._began, self._passes_time, self._num_emitted = now, 0.0, 0
@@ -68,25 +69,30 @@ class StepPrices:
     def add_passes(self, num_passes: int, seconds: float) -> None:
         """Count the draft model's passes of this step, and their time."""
         self._passes_time += seconds
-        self.add_past_passes(num_passes, seconds, is_counted=self.is_counted)
+        self.add_past_passes(num_passes, seconds, self._num_reqs, is_counted=self.is_counted)
 
     def expect_passes(self, num_passes: int) -> None:
         """Count the usual time of some passes as that of this step's, which is not known yet."""
         self._passes_time += self._meter.passes_time(num_passes)
 
-    def add_past_passes(self, num_passes: int, seconds: float, *, is_counted: bool) -> None:
-        """Learn from the passes of an earlier step, and their time; in a step that is not counted they have prompts."""
+    def add_past_passes(self, num_passes: int, seconds: float, num_reqs: int, *, is_counted: bool) -> None:
+        """Learn from the passes of an earlier step of so many requests, and their time.
+
+        In a step that is not counted they have prompts. The arbiter charges the usual time of passes in each step.
+        """
         if is_counted:
             self._meter.add_passes(num_passes, seconds)
         else:
-            self._prompts_time += seconds
+            self._prompts_time += max(seconds - self._meter.passes_time(num_passes), 0.0) * num_reqs
 
     def agree(self, num_reqs: int) -> Prices:
         """The prices for this step's drafts; each worker of a group has to ask in each step that drafts."""
         if self._prices is None or self._num_steps % _PERIOD == 0:
             costs = self._meter.costs()
-            prices = replace(self._pace.prices(costs, max(num_reqs, 1)), prompt_passes=self._prompts_time / costs.step)
-            self._prompts_time = 0.0
+            prices = self._pace.prices(costs, max(num_reqs, 1))
+            if self._meter.has_steps:
+                prices = replace(prices, prompt_passes=self._prompts_time / costs.step)
+                self._prompts_time = 0.0
             self._prices = self._group.broadcast_object(prices) if self._group.world_size > 1 else prices
         self._num_steps += 1
         return self._prices

@@ -154,7 +154,10 @@ class HybridMixin(_Proposer):
         gpu_input_batch: Any,
         discard_request_mask: torch.Tensor,
     ) -> Any:
-        """Note this step's tokens, [B, width] with -1 after each request's last; then go on as vLLM does."""
+        """Note this step's tokens, [B, width] with -1 after each request's last; then go on as vLLM does.
+
+        While the draft model sleeps the result is zeros.
+        """
         rows = sampled_token_ids.tolist()
         discarded = discard_request_mask[: len(rows)].tolist()
         vocab = gpu_input_batch.vocab_size

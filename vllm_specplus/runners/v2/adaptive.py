@@ -232,6 +232,8 @@ class AdaptiveFiller(SlotFiller):
 
     def _set_prices(self, prices: Prices) -> None:
         self._prices = prices
+        if self._arguments["makes_all_passes"]:
+            prices = prices.without_passes()
         self._account.charge(prices)
         scaled = ScaledPrices.of(prices, self._arguments["num_model_steps"])
         self._step_price = scaled.step
@@ -260,4 +262,5 @@ class AdaptiveFiller(SlotFiller):
         self._is_awake[report.indices[is_same]] = credits[is_same] != ASLEEP
         if report.passes is not None:
             number, began, ended, is_counted = report.passes
-            self._prices_of_steps.add_past_passes(number, began.seconds_until(ended), is_counted=is_counted)
+            seconds = began.seconds_until(ended)
+            self._prices_of_steps.add_past_passes(number, seconds, len(report.indices), is_counted=is_counted)
