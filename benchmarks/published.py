@@ -29,13 +29,12 @@ from pathlib import Path
 
 import numpy as np
 from common import environment, write_json
-from replay import Setting, Trace, replay
+from replay import Setting, Trace, replay, replay_adaptive
 from rich.console import Console
 from rich.table import Table
 
 from vllm_specplus.proposers import History, Match
-from vllm_specplus.proposers.adaptive import AdaptiveDrafter
-from vllm_specplus.proposers.costs import CostMeter, Pace
+from vllm_specplus.proposers.costs import CostMeter
 from vllm_specplus.sources import NGRAM
 
 RATES = (0.817, 0.675, 0.619)
@@ -152,29 +151,8 @@ def speed_of(traces: list[Trace], matcher: RandomMatcher, num_model: int, num_ng
 
 def adaptive_speed(traces: list[Trace], matcher: RandomMatcher, setting: Setting) -> float:
     """Tokens per cost of the arbiter, which measures the costs of its steps."""
-    drafter = AdaptiveDrafter(
-        {NGRAM: matcher}, max_num_reqs=1, num_model_steps=setting.passes, num_speculative_tokens=setting.window
-    )
-    pace, meter, limit, cost = Pace(), CostMeter(), np.array([setting.window]), 0.0
-
-    def draft(position: int) -> tuple[list[int], int]:
-        drafter.set_prices(pace.prices(meter.costs(), 1))
-        history = history_of(trace, position)
-        passes = min(drafter.plan(history, limit, [None]), len(trace.drafts[position]))
-        model_drafts = np.array([trace.drafts[position][:passes]], np.int32).reshape(1, passes)
-        choice = drafter.draft(history, limit, model_drafts)
-        drafts = choice.to_lists()[0]
-        in_passes = setting.draft_cost * passes
-        meter.add_step(1 + len(drafts), setting.cost(passes, len(drafts)) - in_passes)
-        if passes:
-            meter.add_passes(passes, in_passes)
-        return drafts, passes
-
-    for trace in traces:
-        pace.begin_request(1)
-        cost += replay(trace, draft, setting, pace)[1]
-        drafter.retain([])
-    return sum(len(trace.output) - 1 for trace in traces) / cost
+    results = replay_adaptive(traces, {NGRAM: matcher}, setting, CostMeter())
+    return sum(len(trace.output) - 1 for trace in traces) / sum(cost for _, cost in results)
 
 
 def simulate(slot: float, console: Console) -> tuple[list[dict], list[str]]:
@@ -203,9 +181,8 @@ def simulate(slot: float, console: Console) -> tuple[list[dict], list[str]]:
     for way, (num_model, num_ngram) in DRAFTED.items():
         add(way, speed_of(traces, matcher, num_model, num_ngram, setting(num_model, num_model + num_ngram)))
     for passes, window in ((1, 3), (3, 4), (3, 5)):
-        add(
-            f"adaptive, up to {passes} passes, {window} slots", adaptive_speed(traces, matcher, setting(passes, window))
-        )
+        speed = adaptive_speed(traces, matcher, setting(passes, window))
+        add(f"adaptive, up to {passes} passes, {window} slots", speed)
     console.print(table)
     return rows, wrong
 

@@ -47,7 +47,7 @@ from rich.table import Table
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import History, HybridDrafter, Match, Matcher, NgramMatcher, SuffixMatcher
 from vllm_specplus.proposers.adaptive import AdaptiveDrafter
-from vllm_specplus.proposers.costs import Costs, Pace
+from vllm_specplus.proposers.costs import CostMeter, Costs, Pace
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.sources import NGRAM, SUFFIX
 
@@ -275,8 +275,17 @@ def new_matchers(traces: Sequence[Trace], passes: int, width: int) -> dict[int, 
     }
 
 
-def replay_adaptive(traces: Sequence[Trace], matchers: dict[int, Matcher], setting: Setting) -> list[tuple[int, float]]:
-    """Steps and cost of each trace with the arbiter, which learns from one to the next."""
+def replay_adaptive(
+    traces: Sequence[Trace], matchers: dict[int, Matcher], setting: Setting, meter: CostMeter | None = None
+) -> list[tuple[int, float]]:
+    """Steps and cost of each trace with the arbiter, which learns from one to the next.
+
+    Args:
+        traces: what is replayed.
+        matchers: by source.
+        setting: the costs.
+        meter: measures the costs from step to step, as in an engine; None: they are known from the start.
+    """
     drafter = AdaptiveDrafter(
         matchers,
         max_num_reqs=1,
@@ -291,12 +300,17 @@ def replay_adaptive(traces: Sequence[Trace], matchers: dict[int, Matcher], setti
         known = list(histories(trace))
 
         def draft(position: int, trace: Trace = trace, reference: Any = reference, known: Any = known) -> Drafted:
-            drafter.set_prices(pace.prices(costs, 1))
+            drafter.set_prices(pace.prices(costs if meter is None else meter.costs(), 1))
             history = known[position]
             passes = min(drafter.plan(history, limit, [reference]), len(trace.drafts[position]))
             model_drafts = np.array([trace.drafts[position][:passes]], np.int32).reshape(1, passes)
-            choice = drafter.draft(history, limit, model_drafts)
-            return choice.token_ids[0, : choice.num_drafts[0]].tolist(), passes
+            drafts = drafter.draft(history, limit, model_drafts).to_lists()[0]
+            if meter is not None:
+                in_passes = setting.draft_cost * passes
+                meter.add_step(1 + len(drafts), setting.cost(passes, len(drafts)) - in_passes)
+                if passes:
+                    meter.add_passes(passes, in_passes)
+            return drafts, passes
 
         pace.begin_request(1)
         results.append(replay(trace, draft, setting, pace))

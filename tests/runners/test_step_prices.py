@@ -49,6 +49,15 @@ def play(prices: StepPrices, clock: SimpleNamespace, num_steps: int, **more: Any
         clock.time += 1 + 0.1 * num_drafts
 
 
+def play_with_passes(prices: StepPrices, clock: SimpleNamespace, num_steps: int, *, num_drafts: int) -> None:
+    """Steps of 1 s and two passes of .25 s each; each brings as many tokens as it has drafts, at least one."""
+    for _ in range(num_steps):
+        prices.begin_step(step(num_drafts))
+        prices.add_passes(2, 0.5)
+        prices.add_tokens(max(num_drafts, 1))
+        clock.time += 1.5
+
+
 def test_slots_cost_what_the_clock_tells(clock: SimpleNamespace) -> None:
     prices = StepPrices()
     play(prices, clock, 300)
@@ -58,11 +67,7 @@ def test_slots_cost_what_the_clock_tells(clock: SimpleNamespace) -> None:
 
 def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
     prices = StepPrices()
-    for _ in range(100):
-        prices.begin_step(step(3))
-        prices.add_passes(2, 0.5)
-        prices.add_tokens(3)
-        clock.time += 1.5
+    play_with_passes(prices, clock, 100, num_drafts=3)
     found = prices.agree(1)
     assert found.first_pass == found.later_pass == pytest.approx(0.25 * 3 / 1.5)
     assert found.step == pytest.approx(1.0 * 3 / 1.5)
@@ -82,11 +87,7 @@ def test_passes_over_prompts_are_told_once(clock: SimpleNamespace) -> None:
 def test_all_requests_wait_for_passes_over_a_prompt(clock: SimpleNamespace) -> None:
     """What usual passes take is charged elsewhere."""
     prices = StepPrices()
-    for _ in range(20):
-        prices.begin_step(step(0))
-        prices.add_passes(2, 0.5)
-        prices.add_tokens(1)
-        clock.time += 1.5
+    play_with_passes(prices, clock, 20, num_drafts=0)
     with_prompt = step(0, new=True)
     with_prompt.num_scheduled_tokens |= {"b": 1, "c": 50}
     prices.begin_step(with_prompt)
