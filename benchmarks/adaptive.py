@@ -40,7 +40,8 @@ from rich.progress import track
 from rich.table import Table
 
 HYBRID = {"method": "mtp", "num_speculative_tokens": 8, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
-PLAIN, ADAPTIVE, PREDICTED = "none", "adaptive", "adaptive references"
+PLAIN, ADAPTIVE = "none", "adaptive"
+PREDICTED = "adaptive predictions", "adaptive references"
 CONFIGS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
@@ -48,7 +49,9 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "append": HYBRID | {"adaptive": False},
     "override": HYBRID | {"match_override_len": 4},
     ADAPTIVE: HYBRID,
-    PREDICTED: {"method": "naive", "num_speculative_tokens": 64},
+    # The README's config for predicted outputs, and the one that drafts from nothing else.
+    PREDICTED[0]: {"method": "ngram", "num_speculative_tokens": 16, "max_ngram_size": 5, "adaptive": True},
+    PREDICTED[1]: {"method": "naive", "num_speculative_tokens": 64},
 }
 WRONG = "a wrong reference"
 GOAL, GOAL_WITH_WRONG_REFERENCE = 0.97, 0.95
@@ -111,14 +114,16 @@ def serve(model: str, config: dict[str, Any] | None, log: Path, pipe: Connection
             texts, temperature, max_tokens, extra = pipe.recv()
         except EOFError:
             return
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=i, extra_args=extra)
-            for i in range(len(texts))
-        ]
+        # Without a seed: on a CPU vLLM ends at a seeded request whose prompt comes in parts.
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         start = time.perf_counter()
         outputs = llm.generate(texts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         pipe.send((seconds, [list(output.outputs[0].token_ids) for output in outputs]))
+
+
+class EngineEndedError(Exception):
+    """An engine's process has ended too early."""
 
 
 class Engine:
@@ -151,7 +156,7 @@ class Engine:
         try:
             return self._pipe.recv()
         except EOFError:
-            raise SystemExit(f"error: an engine has ended; its output is in {self.log}") from None
+            raise EngineEndedError(f"an engine has ended; its output is in {self.log}") from None
 
 
 @contextmanager
@@ -169,17 +174,17 @@ def engines(model: str, logs: Path) -> Iterator[dict[str, Engine]]:
 
 def ways_of(kind: str) -> list[str]:
     """The ways that are compared on a kind of request."""
-    return [PLAIN, PREDICTED] if kind == WRONG else [way for way in CONFIGS if way != PREDICTED]
+    return [PLAIN, *PREDICTED] if kind == WRONG else [way for way in CONFIGS if way not in PREDICTED]
 
 
-def measure(started: dict[str, Engine], args: argparse.Namespace) -> tuple[list[Result], list[str]]:
-    """Every way in every setting, and what was wrong."""
-    results, wrong = [], []
+def measure(started: dict[str, Engine], args: argparse.Namespace) -> Iterator[tuple[list[Result], list[str]]]:
+    """Every way in one setting after another, and what was wrong there."""
     settings = [(k, n, t) for t in args.temperature for n in args.concurrency for k in prompts()]
     for kind, concurrency, temperature in track(settings, disable=not sys.stdout.isatty()):
         texts = prompts()[kind][:concurrency]
         extra = {"sp_advice_prompt": "no word of this is in the answer " * 20} if kind == WRONG else None
         speeds: dict[str, list[float]] = {way: [] for way in ways_of(kind)}
+        wrong = []
         for repeat in range(args.repeats + 1):
             expected = None
             for way, values in speeds.items():
@@ -190,36 +195,40 @@ def measure(started: dict[str, Engine], args: argparse.Namespace) -> tuple[list[
                     wrong.append(f"{way}, {kind}, concurrency {concurrency}: another text than without speculation")
                 if repeat:  # the first one warms up
                     values.append(sum(map(len, tokens)) / seconds)
-        results += [Result(way, kind, concurrency, temperature, values) for way, values in speeds.items()]
-    return results, wrong
+        yield [Result(way, kind, concurrency, temperature, values) for way, values in speeds.items()], wrong
 
 
 def goals(results: list[Result]) -> list[dict[str, Any]]:
-    """A row for each setting: adaptive over the best other way, its quartiles, the limit, and whether it is met."""
+    """A row for each setting: adaptive over the best other way, its quartiles, the limit, and whether it is met.
+
+    With a wrong reference there is a row for each config of `PREDICTED`.
+    """
     by_setting: dict[tuple[str, int, float], list[Result]] = {}
     for result in results:
         by_setting.setdefault((result.kind, result.concurrency, result.temperature), []).append(result)
     rows = []
     for (kind, concurrency, temperature), group in by_setting.items():
-        ours = next(result for result in group if result.way in (ADAPTIVE, PREDICTED))
-        best = max((result for result in group if result is not ours), key=lambda result: result.median)
-        limit = GOAL_WITH_WRONG_REFERENCE if kind == WRONG else GOAL
-        pairs = zip(ours.tokens_per_second, best.tokens_per_second, strict=True)
-        ratios = sorted(mine / other for mine, other in pairs)
-        ratio = ours.median / best.median
-        rows.append(
-            {
-                "kind": kind,
-                "concurrency": concurrency,
-                "temperature": temperature,
-                "best_other": best.way,
-                "ratio": ratio,
-                "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
-                "limit": limit,
-                "met": ratio >= limit,
-            }
-        )
+        setting = {"kind": kind, "concurrency": concurrency, "temperature": temperature}
+        adaptive = [result for result in group if result.way in (ADAPTIVE, *PREDICTED)]
+        best = max((result for result in group if result not in adaptive), key=lambda result: result.median)
+        rows += [setting | compared(ours, best) for ours in adaptive]
     return rows
+
+
+def compared(ours: Result, best: Result) -> dict[str, Any]:
+    """How adaptive drafting compares with the best other way in the same setting."""
+    limit = GOAL_WITH_WRONG_REFERENCE if ours.kind == WRONG else GOAL
+    pairs = zip(ours.tokens_per_second, best.tokens_per_second, strict=True)
+    ratios = sorted(mine / other for mine, other in pairs)
+    ratio = ours.median / best.median
+    return {
+        "way": ours.way,
+        "best_other": best.way,
+        "ratio": ratio,
+        "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
+        "limit": limit,
+        "met": ratio >= limit,
+    }
 
 
 def show(console: Console, results: list[Result], rows: list[dict[str, Any]]) -> None:
@@ -233,7 +242,8 @@ def show(console: Console, results: list[Result], rows: list[dict[str, Any]]) ->
         speeds = {r.way: r.median for r in results if (r.kind, r.concurrency, r.temperature) == setting}
         low, high = row["quartiles"]
         verdict = "" if row["met"] else f" under {row['limit']}"
-        cells = [f"{speeds[way]:,.0f}" if way in speeds else "-" for way in ways]
+        shown = {row["way"], *speeds} - ({ADAPTIVE, *PREDICTED} - {row["way"]})
+        cells = [f"{speeds[way]:,.0f}" if way in shown else "-" for way in ways]
         ratio = f"{row['ratio']:.2f} ({low:.2f}-{high:.2f}) of {row['best_other']}{verdict}"
         table.add_row(row["kind"], str(row["concurrency"]), f"{row['temperature']:g}", *cells, ratio)
     console.print(table)
@@ -260,10 +270,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; 1 if a text is wrong."""
+    """Run the benchmark; 1 if a text is wrong or an engine has ended."""
     args = parse_args(argv)
-    with engines(args.model, args.logs) as started:
-        results, wrong = measure(started, args)
+    results: list[Result] = []
+    wrong: list[str] = []
+    try:
+        with engines(args.model, args.logs) as started:
+            for measured, differences in measure(started, args):
+                results += measured
+                wrong += differences
+    except EngineEndedError as error:  # what was measured before is shown
+        wrong.append(str(error))
     rows = goals(results)
     console = Console(width=None if sys.stdout.isatty() else 190)
     show(console, results, rows)

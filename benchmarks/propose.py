@@ -1,10 +1,13 @@
-"""Cost of one drafting step: our n-gram matcher, vLLM's `NgramProposer`, arctic's suffix cache.
+"""Cost of one drafting step: our n-gram matcher, vLLM's `NgramProposer`, arctic's suffix cache, the arbiter.
 
     python benchmarks/propose.py [--quick] [--contexts 1024,...] [--batches 1,...] [--json FILE]
 
 Each cell is a batch of requests with one context length. A step appends 1 to 4 tokens to each request and drafts for
 all of them. Its time includes turning the drafts into lists, as vLLM's proposer does. All run on one thread (vLLM 0.32
 uses one anyway). Indexing a prompt when it is first seen is linear for us and for the suffix cache and is timed apart.
+
+The arbiter's time is its own. Its matches are found beforehand, and the draft model's drafts are random tokens, one for
+each request.
 
 The text: token ids by a Zipf law (exponent 1.1, 32,000 ids), in runs of 16 to 128 new tokens. With probability 0.4 a
 passage of 8 to 64 tokens, copied from before, follows a run. Eight such streams are made; each request is one of them,
@@ -19,7 +22,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,12 +36,15 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.proposers import History, NgramMatcher, SuffixMatcher
+from vllm_specplus.proposers import History, Match, NgramMatcher, SuffixMatcher
+from vllm_specplus.proposers.adaptive import AdaptiveDrafter
+from vllm_specplus.proposers.arbiter import Prices
+from vllm_specplus.sources import NGRAM
 
 MIN_SIZE, MAX_SIZE, NUM_DRAFTS = 2, 5, 5
 WARMUP_STEPS = 3
 NUM_CHECKED = 4
-GOAL_SPEEDUP, GOAL_GROWTH = 10.0, 1.5
+GOAL_SPEEDUP, GOAL_GROWTH, GOAL_ARBITER = 10.0, 1.5, 25.0
 GOAL_CONTEXTS, GOAL_BATCH = (1024, 131072), 512
 
 
@@ -68,6 +74,7 @@ class Cell:
     ours: Timing
     vllm: Timing
     suffix: Timing | str
+    arbiter: Timing
     table_mb: float
 
 
@@ -184,6 +191,49 @@ def time_suffix(histories: list[History], batch: int, limits: np.ndarray, max_to
     return Timing.of(seconds, batch)
 
 
+class FoundMatches:
+    """A matcher that has found the matches of all steps beforehand, behind no draft of the model and behind one."""
+
+    match_len_cap = 64
+
+    def __init__(self, histories: list[History], model_drafts: np.ndarray, limits: np.ndarray):
+        batch, length = histories[0].token_ids.shape
+        sizes = {"min_ngram_size": MIN_SIZE, "max_ngram_size": MAX_SIZE, "match_len_cap": self.match_len_cap}
+        matcher = NgramMatcher(batch, length + NUM_DRAFTS, **sizes)
+        self._matches: dict[int, list[Match]] = {}
+        for history in histories:
+            found = matcher.match(history, None, limits), matcher.match(history, model_drafts, limits - 1)
+            self._matches[id(history)] = [
+                Match(match.token_ids.copy(), match.num_tokens.copy(), match.match_len.copy()) for match in found
+            ]
+
+    def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
+        return self._matches[id(history)][model_drafts is not None]
+
+    def retain(self, req_ids: Collection[str]) -> None:
+        """Do nothing."""
+
+
+def time_arbiter(histories: list[History], batch: int, limits: np.ndarray) -> Timing:
+    """The arbiter's timing, beside a model whose passes cost nothing, so that it never sleeps."""
+    model_drafts = np.random.default_rng(0).integers(0, 32_000, (batch, 1))
+    drafter = AdaptiveDrafter(
+        {NGRAM: FoundMatches(histories, model_drafts, limits)},
+        max_num_reqs=batch,
+        num_model_steps=1,
+        num_speculative_tokens=NUM_DRAFTS,
+    )
+    drafter.set_prices(Prices(slot=0.02, step=1.0))
+    references = [None] * batch
+
+    def step(history: History) -> list[list[int]]:
+        num_passes = drafter.plan(history, limits, references)
+        return drafter.draft(history, limits, model_drafts[:, :num_passes]).to_lists()
+
+    seconds, _, _ = run_steps(histories, step)
+    return Timing.of(seconds, batch)
+
+
 def run_cell(context: int, batch: int, steps: int, suffix_max_tokens: int) -> Cell:
     """Check and time one cell.
 
@@ -205,7 +255,9 @@ def run_cell(context: int, batch: int, steps: int, suffix_max_tokens: int) -> Ce
     for history, a, b in zip((histories[0], histories[-1]), our_drafts, vllm_drafts, strict=True):
         check(history, a, b, batch)
     suffix = time_suffix(histories, batch, limits, suffix_max_tokens)
-    return Cell(context, batch, Timing.of(ours, batch), Timing.of(vllm, batch), suffix, matcher.num_table_bytes / 1e6)
+    arbiter = time_arbiter(histories, batch, limits)
+    table_mb = matcher.num_table_bytes / 1e6
+    return Cell(context, batch, Timing.of(ours, batch), Timing.of(vllm, batch), suffix, arbiter, table_mb)
 
 
 def goals(cells: list[Cell]) -> list[dict[str, Any]]:
@@ -222,18 +274,31 @@ def goals(cells: list[Cell]) -> list[dict[str, Any]]:
             growth = by_size[long, batch].ours.median / by_size[short, batch].ours.median
             name = f"growth {short} -> {long}, batch {batch}"
             rows.append({"name": name, "value": growth, "limit": GOAL_GROWTH, "met": growth < GOAL_GROWTH})
+        slowest = max(cell.arbiter.median for cell in cells if cell.batch == batch)
+        name = f"microseconds of the arbiter, batch {batch}"
+        rows.append({"name": name, "value": slowest, "limit": GOAL_ARBITER, "met": slowest <= GOAL_ARBITER})
     return rows
 
 
 def show(console: Console, cells: list[Cell]) -> None:
     """Print the table of the cells."""
     table = Table(title="microseconds per request and step: median (quartiles)")
-    for name in ("context", "batch", "ours", "vLLM ngram", "suffix cache", "vLLM / ours", "first sight", "index"):
+    for name in (
+        "context",
+        "batch",
+        "ours",
+        "vLLM ngram",
+        "suffix cache",
+        "arbiter",
+        "vLLM / ours",
+        "first sight",
+        "index",
+    ):
         table.add_column(name, justify="right", overflow="fold")
     for cell in cells:
         times = [
             t if isinstance(t, str) else f"{t.median:.2f} ({t.lower_quartile:.2f}-{t.upper_quartile:.2f})"
-            for t in (cell.ours, cell.vllm, cell.suffix)
+            for t in (cell.ours, cell.vllm, cell.suffix, cell.arbiter)
         ]
         ratio = cell.vllm.median / cell.ours.median
         first, size = f"{cell.ours.first_ms:.2f} ms", f"{cell.table_mb:.0f} MB"

@@ -100,10 +100,10 @@ class RandomMatcher:
     def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
         """What follows the history and `model_drafts`; without those, a match is there only as often as `matched`."""
         trace, start = self._traces[history.req_ids[0]], 0 if model_drafts is None else model_drafts.shape[1]
-        known, limit = int(history.num_tokens[0]), int(max_drafts[0])
-        if not start and not self._is_matched[trace.req_id][known - 1]:
+        num_tokens, limit = int(history.num_tokens[0]), int(max_drafts[0])
+        if not start and not self._is_matched[trace.req_id][num_tokens - 1]:
             limit = 0
-        chain = chain_of(trace, known + start, int(self._num_right[trace.req_id][known - 1, start]), limit)
+        chain = chain_of(trace, num_tokens + start, int(self._num_right[trace.req_id][num_tokens - 1, start]), limit)
         lengths = np.array([len(chain)], np.int32)
         return Match(np.array([chain], np.int32), lengths, np.minimum(lengths, 1) * np.int32(MATCH_LEN))
 
@@ -112,7 +112,7 @@ class RandomMatcher:
 
 
 def chain_of(trace: Trace, position: int, num_right: int, length: int) -> list[int]:
-    """Drafts from a position of the text, of which so many are right."""
+    """`length` drafts from a position of the text, of which the first `num_right` are right."""
     truth = trace.text[position : position + length].tolist()
     return [token if n < num_right else -1 - token for n, token in enumerate(truth)]
 
@@ -175,14 +175,14 @@ def simulate(slot: float, console: Console) -> tuple[list[dict], list[str]]:
         if published is not None and abs(speed / published - 1) > TOLERANCE:
             wrong.append(f"slot {slot}: {way} is {speed:.3f}, published {published}")
 
-    def setting(passes: int, window: int) -> Setting:
-        return PublishedSetting(passes, window, solved.pass_cost, slot, solved.fixed, solved.jump)
+    def setting(passes: int, width: int) -> Setting:
+        return PublishedSetting(passes, width, solved.pass_cost, slot, solved.fixed, solved.jump)
 
     for way, (num_model, num_ngram) in DRAFTED.items():
         add(way, speed_of(traces, matcher, num_model, num_ngram, setting(num_model, num_model + num_ngram)))
-    for passes, window in ((1, 3), (3, 4), (3, 5)):
-        speed = adaptive_speed(traces, matcher, setting(passes, window))
-        add(f"adaptive, up to {passes} passes, {window} slots", speed)
+    for passes, width in ((1, 3), (3, 4), (3, 5)):
+        speed = adaptive_speed(traces, matcher, setting(passes, width))
+        add(f"adaptive, up to {passes} passes, {width} slots", speed)
     console.print(table)
     return rows, wrong
 

@@ -5,7 +5,8 @@
 
 FILE is a JSON list of ``{"kind", "name", "prompt", "output", "drafts"}``, as `benchmarks/record.py` writes it. Prompt
 and output are token ids. ``drafts[i]`` is what the draft model drafts once ``output[:i + 1]`` is known; only the last
-entries may be shorter than the passes asked for. A trace may have a ``"reference"`` in token ids.
+entries may be shorter than the passes asked for, and the very last may be missing. A trace may have a ``"reference"``
+in token ids, or null. One with a single output token has no steps and is left out.
 
 A step verifies a list of drafts. It gives the longest prefix of them that the output confirms, and one token more; for
 greedy text this is what an engine does. A step costs ``1 + draft-cost x passes + slot-cost x drafts``: the costs are
@@ -128,7 +129,7 @@ def read_traces(path: Path, passes: int) -> list[Trace]:
     """Read a trace file.
 
     Raises:
-        TraceError: it is no list of traces, or a trace lacks drafts for `passes`.
+        TraceError: it is no list of traces, none has steps, or one lacks drafts for `passes`.
     """
     try:
         rows = json.loads(path.read_text())
@@ -136,20 +137,26 @@ def read_traces(path: Path, passes: int) -> list[Trace]:
         raise TraceError(f"{path}: cannot be read: {error}") from None
     if not isinstance(rows, list) or not rows:
         raise TraceError(f"{path}: must be a list of one trace or more")
-    return [_trace(row, number, passes) for number, row in enumerate(rows)]
+    traces = [_trace(row, number, passes) for number, row in enumerate(rows)]
+    traces = [trace for trace in traces if len(trace.output) > 1]
+    if not traces:
+        raise TraceError(f"{path}: no trace has two output tokens or more")
+    return traces
 
 
 def _trace(row: Any, number: int, passes: int) -> Trace:
     try:
         kind, name, drafts = str(row["kind"]), str(row["name"]), row["drafts"]
         prompt, output = (np.array(row[key], np.int32).reshape(-1) for key in ("prompt", "output"))
-        reference = np.array(row["reference"], np.int32) if "reference" in row else None
+        reference = None if row.get("reference") is None else np.array(row["reference"], np.int32)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TraceError(f"trace {number}: needs kind, name, prompt, output and drafts: {error!r}") from None
     if kind == ALL:
         raise TraceError(f"trace {name!r}: kind {ALL!r} is not allowed: it stands for all kinds together")
-    if len(output) < 2 or len(drafts) != len(output):
-        raise TraceError(f"trace {name!r}: needs two output tokens or more, and as many lists of drafts")
+    if len(drafts) == len(output) - 1:
+        drafts = [*drafts, []]
+    if not len(output) or len(drafts) != len(output):
+        raise TraceError(f"trace {name!r}: needs output tokens, and as many lists of drafts")
     for i, row_drafts in enumerate(drafts):
         # Nothing behind the end of the output is ever verified.
         if len(row_drafts) < min(passes, len(output) - 1 - i):

@@ -44,6 +44,7 @@ class Setting:
     temperature: float
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -70,6 +71,7 @@ class Case:
     seeds: torch.Tensor  # [batch] int64
     positions: torch.Tensor  # [num_rows] int64
     cu_num_rows: torch.Tensor  # [batch + 1] int32
+    draft_logits: torch.Tensor | None = None  # as `logits`, of a draft model whose drafts are sampled
 
     @property
     def num_rows(self) -> int:
@@ -130,6 +132,7 @@ def ours(case: Case, strategy: str, backend: str) -> Callable[[], VerifyOutput]:
     setting = case.setting
     top_p = None if setting.top_p is None else case.fill(setting.top_p, torch.float32)
     top_k = None if setting.top_k is None else case.fill(setting.top_k, torch.int32)
+    min_p = None if setting.min_p is None else case.fill(setting.min_p, torch.float32)
     temperature = case.fill(setting.temperature, torch.float32)
     return lambda: verify_draft_tokens(
         case.logits,
@@ -138,10 +141,12 @@ def ours(case: Case, strategy: str, backend: str) -> Callable[[], VerifyOutput]:
         temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
         seeds=case.seeds,
         positions=case.positions,
         strategy=strategy,
         backend=backend,
+        draft_logits=case.draft_logits,
         max_rows=case.num_drafts + 1,
     )
 

@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
-# Installs, lints and runs every test on vLLM 0.32, and the end-to-end tests marked `every_version` on 0.33 too.
-# `--vllm 0.33` runs all end-to-end tests on that version instead. Other arguments go to pytest. With paths among them,
-# only those are run. SPECPLUS_TEST_MODEL_STEPS and SPECPLUS_TEST_MODEL_SEED in the environment train another tiny model
-# for them (270 steps and seed 0 otherwise); the tests pass with any.
+# Installs, lints and runs every test on the vLLM of ci/constraints.txt, and the end-to-end tests marked `every_version`
+# on the other version below too. `--vllm VERSION` runs all end-to-end tests on that one of the two. Other arguments go to
+# pytest. With paths among them, only those are run. SPECPLUS_TEST_MODEL_STEPS and SPECPLUS_TEST_MODEL_SEED in the
+# environment train another tiny model for them (270 steps and seed 0 otherwise); the tests pass with any.
 cd "$(dirname "$0")/.."
 source ci/setup.sh
-export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1
-export SPECPLUS_OTHER_VLLM="$PWD/.venv/vllm-0.33"
+installed=0.32 other=0.33
+# tests/compat reads the version from the folder's name.
+export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1 SPECPLUS_OTHER_VLLM="$PWD/.venv/vllm-$other"
 
-version=0.32
+version=$installed
 if [[ ${1:-} == --vllm ]]; then
-  version=${2:?--vllm needs a version: 0.32 or 0.33}
+  version=${2:?--vllm needs a version: $installed or $other}
   shift 2
-  [[ $version == 0.3[23] ]] || fail "--vllm $version is not allowed: 0.32 or 0.33"
+  [[ $version == "$installed" || $version == "$other" ]] ||
+    fail "--vllm $version is not allowed: $installed or $other"
 fi
-step "puts vLLM 0.33 over the CPU build of 0.32" python ci/vllm_overlay.py 0.33.0 "$SPECPLUS_OTHER_VLLM"
+step "puts vLLM $other over the CPU build of $installed" python ci/vllm_overlay.py "$other.0" "$SPECPLUS_OTHER_VLLM"
 
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
@@ -28,7 +30,7 @@ bash ci/lint.sh || code=1
 run() {
   local name=$1 kind=$2 vllm=$3 path=() select=() result=0
   shift 3
-  [[ $vllm == 0.33 ]] && path+=("$SPECPLUS_OTHER_VLLM")
+  [[ $vllm == "$other" ]] && path+=("$SPECPLUS_OTHER_VLLM")
   case $kind in
     v1) export VLLM_USE_V2_MODEL_RUNNER=0 ;;
     v2) export VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 && path+=("$PWD/tests/triton_cpu") ;;
@@ -66,18 +68,18 @@ if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
   # The longest first.
   start v2 v2 "$version" tests/e2e/v2 "${options[@]}"
   start v1 v1 "$version" tests/e2e/v1 "${options[@]}"
-  if [[ $version == 0.32 ]]; then
-    start interpreter interpreter 0.32 tests "${options[@]}"
-    start none none 0.32 tests "${options[@]}"
-    start v1-on-0.33 v1 0.33 tests/e2e/v1 -m every_version "${options[@]}"
-    start v2-on-0.33 v2 0.33 tests/e2e/v2 -m every_version "${options[@]}"
+  if [[ $version == "$installed" ]]; then
+    start interpreter interpreter "$installed" tests "${options[@]}"
+    start none none "$installed" tests "${options[@]}"
+    start "v1-on-$other" v1 "$other" tests/e2e/v1 -m every_version "${options[@]}"
+    start "v2-on-$other" v2 "$other" tests/e2e/v2 -m every_version "${options[@]}"
   fi
 else
   ((${#v2[@]} == 0)) || start v2 v2 "$version" "${v2[@]}" "${options[@]}"
   ((${#v1[@]} == 0)) || start v1 v1 "$version" "${v1[@]}" "${options[@]}"
   if ((${#others[@]} > 0)); then
-    start interpreter interpreter 0.32 "${others[@]}" "${options[@]}"
-    start none none 0.32 "${others[@]}" "${options[@]}"
+    start interpreter interpreter "$installed" "${others[@]}" "${options[@]}"
+    start none none "$installed" "${others[@]}" "${options[@]}"
   fi
 fi
 while (($(jobs -p | wc -l) > 0)); do wait -n || code=1; done

@@ -39,8 +39,9 @@ def test_notes_and_warnings_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["check", json.dumps(config)]) == 0
     out, err = capsys.readouterr()
     json.loads(out)
-    note, warning = err.splitlines()
+    note, default, warning = err.splitlines()
     assert note.startswith("note: speculative_config: PaddleNLP options mapped")
+    assert default == "note: speculative_config: max_candidate_len=5, verify_window=2: FastDeploy's defaults of topp"
     assert warning.startswith("warning: speculative_config: ")
 
 
@@ -74,6 +75,7 @@ def test_what_is_printed_is_what_something_reads(capsys: pytest.CaptureFixture[s
         "mtp_strategy",
         "max_ngram_size",
         "min_ngram_size",
+        "ngram_match_order",
         "match_override_len",
         "adaptive",
         "verify_strategy",
@@ -86,6 +88,7 @@ def test_what_is_printed_is_what_something_reads(capsys: pytest.CaptureFixture[s
         "max_candidate_len",
         "verify_window",
         "accept_policy",
+        "allow_force_accept",
     ]
 
 

@@ -20,7 +20,8 @@ ALLOWED = {
     "config": set(),
     "compat": set(),
     "testing": set(),
-    "cli": {"config"},
+    "migrate": {"config"},
+    "cli": {"config", "migrate"},
     "__init__": {"engine"},
 } | {leaf: set() for leaf in LEAVES}
 # `verify_draft_tokens` imports the kernels when it is asked for them.

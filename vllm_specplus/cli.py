@@ -1,12 +1,15 @@
-"""The command ``vllm-specplus``: checks a speculative config without an engine."""
+"""The command ``vllm-specplus``: checks a speculative config, or migrates a server's start, without an engine."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
 from vllm_specplus.config.explain import explain
+from vllm_specplus.migrate import SYSTEMS, migrate, read_command, read_environment, read_yaml
 from vllm_specplus.version import __version__
 
 _NOT_CHECKED = (
@@ -41,7 +44,45 @@ def _parser() -> argparse.ArgumentParser:
         "--explain", action="store_true", help="print what each key does in this config, a line each, and no JSON"
     )
     check.set_defaults(run=_check)
+    _add_migrate(commands)
     return parser
+
+
+def _add_migrate(commands: Any) -> None:
+    command = commands.add_parser(
+        "migrate",
+        help="turn another system's start of a server into a `vllm serve` command",
+        description="Print the `vllm serve` command that does what a server of FastDeploy, PaddleNLP, RTP-LLM or vLLM "
+        "Ascend did. What became of each option goes to stderr. Exit 2 where one that matters has no counterpart. "
+        "Nothing is run, and no variable of this process is read.",
+    )
+    command.add_argument("--from", dest="system", choices=SYSTEMS, help="whose server it is, where nothing else tells")
+    command.add_argument("--env", type=Path, metavar="FILE", help="a file of NAME=value lines")
+    command.add_argument("--yaml", type=Path, metavar="FILE", help="a YAML file of options")
+    command.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command, or -- COMMAND")
+    command.set_defaults(run=_migrate)
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    words: list[str] = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    try:
+        # One word is a whole command line in quotes.
+        start = read_command(words[0] if len(words) == 1 else shlex.join(words))
+        for path, read in ((arguments.env, read_environment), (arguments.yaml, read_yaml)):
+            if path is not None:
+                # A command line outranks a file.
+                start = read(path.read_text(encoding="utf-8-sig")).join(start)
+        result = migrate(start, arguments.system)
+    except OSError as problem:
+        return _fail(f"cannot read {problem.filename}: {problem.strerror or problem}")
+    except (SpecPlusConfigError, UnicodeDecodeError) as problem:
+        return _fail(str(problem))
+    print(result.command)
+    for line in result.lines:
+        print(f"note: {line}", file=sys.stderr)
+    for line in result.missing:
+        print(f"missing: {line}", file=sys.stderr)
+    return 2 if result.missing else 0
 
 
 def _check(arguments: argparse.Namespace) -> int:

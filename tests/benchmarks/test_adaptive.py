@@ -1,5 +1,6 @@
 """The comparison of adaptive drafting with its parts: its requests and its goals; the engines are not run."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -25,11 +26,18 @@ def test_configs_are_what_they_are_called() -> None:
     options = {way: resolve(config).options for way, config in adaptive.CONFIGS.items() if config is not None}
     assert {way for way, found in options.items() if found is not None and found.adaptive} == {
         adaptive.ADAPTIVE,
-        adaptive.PREDICTED,
+        *adaptive.PREDICTED,
     }
     override = options["override"]
     assert override is not None
     assert override.match_override_len == 4
+
+
+def test_predictions_are_measured_with_the_readmes_config() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    about, config = readme.partition("// any model: ")[2].splitlines()[:2]
+    assert "predicted outputs" in about
+    assert json.loads(config) == adaptive.CONFIGS[adaptive.PREDICTED[0]]
 
 
 @pytest.mark.parametrize(("speed", "met"), [(97.5, True), (96.0, False)])
@@ -42,6 +50,13 @@ def test_the_goal_is_a_share_of_the_best_other_way(speed: float, met: bool) -> N
 
 
 def test_a_wrong_reference_is_compared_with_no_speculation() -> None:
-    group = [result("none", 100, kind=adaptive.WRONG), result(adaptive.PREDICTED, 96, kind=adaptive.WRONG)]
-    (row,) = adaptive.goals(group)
-    assert (row["limit"], row["met"]) == (0.95, True)
+    """Neither way of predictions counts as the other's best other way."""
+    speeds = dict(zip(adaptive.PREDICTED, (120, 94), strict=True))
+    group = [result("none", 100, kind=adaptive.WRONG)]
+    group += [result(way, speed, kind=adaptive.WRONG) for way, speed in speeds.items()]
+    rows = adaptive.goals(group)
+    assert [row["way"] for row in rows] == [*adaptive.PREDICTED]
+    assert [(row["best_other"], row["limit"], row["met"]) for row in rows] == [
+        ("none", 0.95, True),
+        ("none", 0.95, False),
+    ]

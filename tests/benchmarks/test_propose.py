@@ -25,12 +25,15 @@ def test_every_cell_is_measured(quick):
     report, printed = quick
     assert [(cell["context"], cell["batch"]) for cell in report["cells"]] == [(64, 1), (64, 3), (256, 1), (256, 3)]
     for cell in report["cells"]:
-        for name in ("ours", "vllm"):
+        for name in ("ours", "vllm", "arbiter"):
             timing = cell[name]
             assert 0 < timing["minimum"] <= timing["lower_quartile"] <= timing["median"] <= timing["upper_quartile"]
         assert f"{cell['ours']['median']:.2f}" in printed
     assert report["environment"]["packages"]["numba"]
     assert report["peak_rss_mb"] > 100
+    arbiter = {row["name"]: row["met"] for row in report["goals"] if "arbiter" in row["name"]}
+    slowest = [max(cell["arbiter"]["median"] for cell in report["cells"] if cell["batch"] == batch) for batch in (1, 3)]
+    assert list(arbiter.values()) == [time <= 25 for time in slowest]
 
 
 def test_a_cell_above_the_limit_says_why_it_is_left_out(quick):

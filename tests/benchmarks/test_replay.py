@@ -75,6 +75,17 @@ def test_two_traces_of_one_name(tmp_path: Path) -> None:
     assert found["adaptive", "all", 1]["tokens_per_step"] > 1
 
 
+def test_traces_of_others_are_taken(tmp_path: Path) -> None:
+    """Without a list behind the end, with no reference by name, and beside a text that has no steps."""
+    usual = trace()
+    others = [
+        trace(drafts=usual["drafts"][:-1], reference=None),
+        trace(name="short", kind="short", output=[5], drafts=[]),
+    ]
+    settings = ("--passes", "1", "--window", "4")
+    assert rows(tmp_path, others, *settings) == rows(tmp_path, [usual], *settings)
+
+
 def test_several_values_are_taken(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     options = ("--passes", "1", "2", "--window", "2", "6", "--draft-cost", "0", ".2", "--slot-cost", "0", ".1")
@@ -92,7 +103,9 @@ def test_several_values_are_taken(tmp_path: Path) -> None:
         ([], "must be a list of one trace or more"),
         ([{"kind": "k"}], "trace 0: needs kind, name, prompt, output and drafts"),
         ([trace(kind="all")], "kind 'all' is not allowed"),
-        ([trace(drafts=[[1, 2]])], "needs two output tokens or more, and as many lists of drafts"),
+        ([trace(drafts=[[1, 2]])], "needs output tokens, and as many lists of drafts"),
+        ([trace(output=[], drafts=[])], "needs output tokens, and as many lists of drafts"),
+        ([trace(output=[5], drafts=[[]])], "no trace has two output tokens or more"),
         ([trace(drafts=[[1]] * 20)], r"drafts[0] has 1 tokens, fewer than 2 passes"),
     ],
 )

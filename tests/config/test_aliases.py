@@ -2,15 +2,20 @@
 
 import importlib.util
 import json
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.config.helpers import MTP, options, pretend_arctic, refused
+from tests.config.helpers import MTP, NGRAM, options, pretend_arctic, refused
+from vllm_specplus.cli import main
 from vllm_specplus.config import SpecPlusConfigError, SpecPlusOptions, resolve
-from vllm_specplus.config.aliases import ALIASES, METHOD_ALIASES, PADDLE_QUANTIZATIONS
+from vllm_specplus.config.aliases import ALIASES, METHOD_ALIASES, OTHER_SPELLINGS
+from vllm_specplus.config.dialects import DIALECTS
+from vllm_specplus.config.quantizations import INT8, QUANTIZATIONS
 from vllm_specplus.config.stock_keys import stock_keys
 
 EXAMPLES = json.loads((Path(__file__).parent / "migration_examples.json").read_text())
@@ -109,13 +114,14 @@ MEANS = [
         {"method": "naive"},
         notes=["num_speculative_tokens=1: method naive drafts from a request's reference text"],
     ),
-    Means(refused=['quantization="wint4"', "wint4 is Paddle's", *stock_keys().quantizations]),
+    Means(refused=['quantization="wint4"', "wint4 is Paddle's", "AWQ or GPTQ", INT8, *stock_keys().quantizations]),
     Means(
         {
             "method": "ngram",
             "num_speculative_tokens": 5,
             "max_ngram_size": 2,
             "min_ngram_size": 1,
+            "ngram_match_order": "first",
         },
         {
             "method": "ngram",
@@ -123,7 +129,7 @@ MEANS = [
             "prompt_lookup_max": 2,
             "prompt_lookup_min": 1,
         },
-        notes=[*PADDLE, "min_ngram_size=1"],
+        notes=[*PADDLE, 'min_ngram_size=1, ngram_match_order="first": PaddleNLP\'s defaults'],
     ),
     Means(
         None,
@@ -169,18 +175,14 @@ MEANS = [
     ),
     Means(
         {
-            "method": "ngram",
+            "method": "naive",
             "num_speculative_tokens": 128,
             "max_ngram_size": 2,
             "min_ngram_size": 2,
+            "adaptive": False,
         },
-        {
-            "method": "ngram",
-            "num_speculative_tokens": 128,
-            "prompt_lookup_max": 2,
-            "prompt_lookup_min": 2,
-        },
-        notes=RTP,
+        {"method": "naive"},
+        notes=[*RTP, "adaptive=false: RTP-LLM's defaults", "drafts from a request's reference text alone"],
     ),
     Means(
         None,
@@ -227,10 +229,27 @@ def test_example(example: dict[str, Any], means: Means, strict: bool, monkeypatc
             assert sum(part in line for line in lines) == 1
 
 
+@pytest.mark.parametrize(("example", "means"), list(zip(EXAMPLES, MEANS, strict=True)))
+def test_the_command_checks_each_example(
+    example: dict[str, Any], means: Means, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_arctic(monkeypatch, True)
+    status = main(["check", json.dumps(example["given"])])
+    out, err = capsys.readouterr()
+    assert status == (2 if means.refused else 0)
+    assert all(part in err for part in (*means.notes, *means.warnings, *means.refused))
+    assert bool(out) == (not means.refused)
+
+
 def test_ngram_match_is_ngram() -> None:
-    resolved = resolve({"method": "ngram_match", "num_speculative_tokens": 3})
-    assert (resolved.options, resolved.vllm["method"]) == (None, "ngram")
-    assert resolved.notes == ['speculative_config: FastDeploy options mapped: method="ngram_match" -> "ngram"']
+    """It is FastDeploy's alone, so FastDeploy's way of matching comes with it; its way of verifying does not."""
+    resolved = resolve({"method": "ngram_match"})
+    assert resolved.options == SpecPlusOptions(method="ngram", num_speculative_tokens=1, ngram_match_order="first")
+    assert resolved.notes == [
+        'speculative_config: FastDeploy options mapped: method="ngram_match" -> "ngram"',
+        "speculative_config: num_speculative_tokens=1, max_ngram_size=5, min_ngram_size=2, "
+        'ngram_match_order="first": FastDeploy\'s defaults',
+    ]
     found = options({"method": "ngram_match", "num_speculative_tokens": 3, "max_ngram_size": 3})
     assert (found.method, found.max_ngram_size) == ("ngram", 3)
 
@@ -243,11 +262,11 @@ SAMPLE = {
     "speculate_max_candidate_len": (5, 5),
     "draft_model_name_or_path": ("org/m", "org/m"),
     "draft_model_quant_type": ("fp8", "fp8"),
-    "sp_type": ("deterministic", "ngram"),
+    "sp_type": ("deterministic", "naive"),
     "gen_num_per_cycle": (3, 3),
     "sp_checkpoint_path": ("org/m", "org/m"),
     "sp_quantization": ("FP8_PER_BLOCK", "fp8_per_block"),
-    "sp_min_token_match": (3, 3),
+    "sp_min_token_match": (1, 1),
     "sp_max_token_match": (3, 3),
 }
 BASE = {"method": "ngram", "num_speculative_tokens": 4, "verify_strategy": "topp"}
@@ -261,12 +280,13 @@ def test_the_samples_cover_the_table() -> None:
 def test_alias_equals_the_native_key(key: str) -> None:
     theirs, ours = SAMPLE[key]
     target = ALIASES[key].target
+    dialect = next(name for name, found in DIALECTS.items() if found.system == ALIASES[key].system)
     base = {name: value for name, value in BASE.items() if name != target}
     native = {target: ours, **dict(ALIASES[key].implies)}
     aliased = resolve({**base, key: theirs})
-    assert aliased.options == resolve({**base, **native}).options
-    assert aliased.vllm == resolve({**base, **native}).vllm
-    assert f"{key}=" in aliased.notes[-1] or f"{key}=" in aliased.notes[0]
+    assert aliased.options == resolve({**base, **native, "dialect": dialect}).options
+    assert aliased.vllm == resolve({**base, **native, "dialect": dialect}).vllm
+    assert any(f"{key}=" in line for line in aliased.notes)
     both = resolve({**base, **native, key: theirs})
     assert (both.options, both.vllm) == (aliased.options, aliased.vllm)
 
@@ -293,20 +313,22 @@ def test_two_systems_conflict() -> None:
     [
         ({"speculate_method": "foo"}, ['speculate_method="foo"', "inference_with_reference"]),
         ({"speculate_method": "eagel"}, ['did you mean "eagle"?']),
-        ({"speculate_method": None}, ["speculate_method=null"]),
         ({"speculate_method": ["mtp"]}, ['speculate_method=["mtp"]']),
-        ({"sp_type": "none"}, ['sp_type="none"', '"vanilla", "deterministic", "mtp", "eagle3"']),
-        ({"sp_quantization": "INT8"}, ['sp_quantization="INT8"', '"FP8", "FP8_PER_BLOCK"']),
-        ({"draft_model_quant_type": "weight_only_int8"}, ["is Paddle's", '"fp8"']),
+        ({"sp_type": "other"}, ['sp_type="other"', '"vanilla", "deterministic", "mtp", "eagle", "eagle3", "dspark"']),
+        ({"sp_quantization": "W4A8"}, ['sp_quantization="W4A8"', "W4A8 is Paddle's"]),
+        ({"draft_model_quant_type": "weight_only_int4"}, ["is Paddle's", "AWQ or GPTQ", INT8, '"fp8"']),
         ({"draft_model_quant_type": "other"}, ['"other" is none of them', '"fp8"']),
         ({**MTP, "quantization": "WINT2"}, ["WINT2 is Paddle's"]),
+        ({**MTP, "dialect": "vllm"}, ['dialect="vllm"', '"fastdeploy", "paddlenlp", "rtp_llm"']),
+        ({**MTP, "dialect": "fastdeply"}, ['did you mean "fastdeploy"?']),
+        ({"dialect": "fastdeploy", "sp_type": "mtp"}, ['dialect="fastdeploy" with sp_type="mtp"', "rtp_llm"]),
+        ({"sp_type": "mtp", "sp_input_lookup": True}, ["sp_input_lookup=true", 'only with sp_type="deterministic"']),
+        ({"sp_type": "deterministic", "sp_input_lookup": 1}, ["sp_input_lookup=1", "true or false"]),
+        ({"speculate_method": "None", "method": "mtp"}, ["both set method"]),
+        ({**NGRAM, "max_ngram_size": 1, "dialect": "fastdeploy"}, ["min_ngram_size=2 with max_ngram_size=1"]),
         ({"sp_type": "mtp", "gen_num_per_cycle": "5"}, ['gen_num_per_cycle="5"', "an integer"]),
         ({"sp_type": "mtp", "gen_num_per_cycle": 129}, ["gen_num_per_cycle=129", "<= 128"]),
         ({"sp_type": "mtp", "num-speculative-tokens": 0}, ["num_speculative_tokens=0"]),
-        (
-            {"sp_type": "mtp", "gen_num_per_cycle": 2, "sp_min_token_match": 2},
-            ["sp_min_token_match=2", 'sp_type="mtp"'],
-        ),
         (
             {**MTP, "speculate_verify_window": 2, "verify_strategy": "greedy"},
             ["speculate_verify_window=2", 'verify_strategy="greedy"'],
@@ -321,16 +343,160 @@ def test_quantization_that_vllm_names_passes() -> None:
     assert resolve({**MTP, "sp_quantization": "awq"}).vllm["quantization"] == "awq"
 
 
-@pytest.mark.parametrize("name", sorted(PADDLE_QUANTIZATIONS - set(stock_keys().quantizations)))
-def test_paddle_quantization_is_refused_beside_plugin_keys_too(name: str) -> None:
-    config = {**MTP, "quantization": name}
-    assert f"{name} is Paddle's" in refused(config)
-    assert refused({**config, "verify_strategy": "greedy"}) == refused(config)
+REFUSED = [name for name, known in QUANTIZATIONS.items() if known.target is None]
+TAKEN = [name for name, known in QUANTIZATIONS.items() if known.target is not None]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("case", [str.lower, str.upper])
+def test_quantization_without_a_counterpart_is_refused_with_a_way_out(name: str, case: Callable[[str], str]) -> None:
+    config = {**MTP, "quantization": case(name)}
+    message = refused(config)
+    assert f"{case(name)} is " in message
+    assert QUANTIZATIONS[name].says in message
+    assert refused({**config, "verify_strategy": "greedy"}) == message
+
+
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("case", [str.lower, str.upper])
+@pytest.mark.parametrize("key", ["quantization", "draft_model_quant_type", "sp_quantization"])
+def test_quantization_is_translated(name: str, case: Callable[[str], str], key: str) -> None:
+    config = {**MTP, key: case(name)}
+    resolved = resolve(config)
+    assert (resolved.options, resolved.vllm["quantization"]) == (None, QUANTIZATIONS[name].target)
+    if QUANTIZATIONS[name].target != case(name):
+        assert any("mapped" in line and f'{key}="{case(name)}"' in line for line in resolved.notes)
+    assert sum(QUANTIZATIONS[name].says in line for line in resolved.notes) >= bool(QUANTIZATIONS[name].says)
 
 
 def test_quantizations_that_the_table_names_are_vllms() -> None:
-    names = (ALIASES["sp_quantization"].values or {}).values()
-    assert set(names) <= set(stock_keys().quantizations)
+    assert {known.target for known in QUANTIZATIONS.values()} - {None} <= set(stock_keys().quantizations)
+
+
+def test_quantization_that_an_older_vllm_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = replace(stock_keys(), quantizations=("fp8",))
+    monkeypatch.setattr(sys.modules["vllm_specplus.config.resolve"], "stock_keys", lambda: older)
+    assert f"it stands for {INT8}, which this vLLM lacks" in refused({**MTP, "quantization": "WINT8"})
+
+
+@pytest.mark.parametrize("config", [{"speculate_method": None}, {"speculate_method": "None"}, {"sp_type": "none"}])
+@pytest.mark.parametrize("strict", [False, True])
+def test_no_speculation(config: dict[str, Any], strict: bool) -> None:
+    name, value = next(iter(config.items()))
+    for more in ({}, {"speculate_max_draft_token_num": 1}):
+        resolved = resolve({**config, **more}, strict=strict)
+        assert (resolved.options, resolved.vllm) == (None, {})
+        assert any(f"{name}={json.dumps(value)} asks for no speculation" in line for line in resolved.notes)
+    assert "did you mean speculate_method?" in refused({**config, "speculate_metod": "mtp"})
+
+
+PADDLE_NGRAM = {"speculate_method": "inference_with_reference"}
+DEFAULTS = [
+    # (config, the options that differ from the plugin's defaults)
+    (
+        PADDLE_NGRAM,
+        {"method": "ngram", "num_speculative_tokens": 1, "max_ngram_size": 1, "min_ngram_size": 1}
+        | {"ngram_match_order": "first"},
+    ),
+    (
+        {"speculate_method": "mtp", "speculate_verify_window": 3},
+        {"method": "mtp", "num_speculative_tokens": 1, "verify_strategy": "topp", "max_candidate_len": 5}
+        | {"verify_window": 3},
+    ),
+    (
+        {"speculate_method": "mtp", "speculate_max_candidate_len": 3},
+        {"method": "mtp", "num_speculative_tokens": 1, "verify_strategy": "topp", "max_candidate_len": 3}
+        | {"verify_window": 2},
+    ),
+    (
+        {"sp_type": "deterministic"},
+        {"method": "naive", "num_speculative_tokens": 5, "max_ngram_size": 2, "min_ngram_size": 2, "adaptive": False},
+    ),
+    (
+        {"sp_type": "deterministic", "sp_input_lookup": True, "gen_num_per_cycle": 8},
+        {"method": "ngram", "num_speculative_tokens": 8, "max_ngram_size": 2, "min_ngram_size": 2}
+        | {"ngram_match_order": "first"},
+    ),
+    (
+        {"dialect": "fastdeploy", "method": "MTP"},
+        {"method": "mtp", "num_speculative_tokens": 1, "verify_strategy": "topp", "max_candidate_len": 5}
+        | {"verify_window": 2},
+    ),
+    (
+        {"dialect": "fastdeploy", "method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2}
+        | {"mtp_strategy": "WITH_NGRAM", "verify_strategy": "TARGET_MATCH"},
+        {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
+        | {"adaptive": False, "verify_strategy": "target_match", "ngram_match_order": "first"},
+    ),
+    (
+        {"dialect": "fastdeploy", "method": "Ngram_Match", "accept_policy": "REJECT_ALL"},
+        {"method": "ngram", "num_speculative_tokens": 1, "ngram_match_order": "first", "verify_strategy": "topp"}
+        | {"max_candidate_len": 5, "verify_window": 2, "accept_policy": "reject_all"},
+    ),
+    (
+        {"dialect": "fastdeploy", "method": "suffix", "num_speculative_tokens": 4, "verify_strategy": "TOPP"},
+        {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_tree_depth": 64}
+        | {"suffix_decoding_max_cached_requests": -1, "verify_strategy": "topp"}
+        | {"max_candidate_len": 5, "verify_window": 2},
+    ),
+    (
+        {"dialect": "paddlenlp", "speculate_method": "mtp"},
+        {"method": "mtp", "num_speculative_tokens": 1, "verify_strategy": "topp", "max_candidate_len": 5}
+        | {"verify_window": 2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), DEFAULTS)
+def test_what_is_left_out_is_the_systems_default(
+    config: dict[str, Any], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_arctic(monkeypatch, True)
+    resolved = resolve(config)
+    assert resolved.options == SpecPlusOptions(**expected)
+    assert any("'s defaults" in line for line in resolved.notes)
+
+
+def test_a_default_does_not_replace_what_the_user_wrote() -> None:
+    found = options({**PADDLE_NGRAM, "max_ngram_size": 4, "min_ngram_size": 3, "ngram_match_order": "recent"})
+    assert (found.max_ngram_size, found.min_ngram_size, found.ngram_match_order) == (4, 3, "recent")
+    found = options({"dialect": "fastdeploy", **MTP, "max_candidate_len": None, "verify_window": 0})
+    assert (found.max_candidate_len, found.verify_window) == (None, 0)
+
+
+def test_keys_of_two_systems_bring_the_defaults_of_neither() -> None:
+    resolved = resolve({"speculate_method": "mtp", "gen_num_per_cycle": 3})
+    assert (resolved.options, resolved.vllm) == (None, {"method": "mtp", "num_speculative_tokens": 3})
+    assert "num_speculative_tokens is required" in refused(
+        {"speculate_method": "mtp", "sp_quantization": "FP8", "verify_strategy": "greedy"}
+    )
+
+
+def test_match_lengths_beside_a_draft_model_are_ignored_as_rtp_llm_does() -> None:
+    """Its documents set them for `mtp`."""
+    resolved = resolve({"sp_type": "mtp", "sp_min_token_match": 2, "sp_max_token_match": 2})
+    assert (resolved.options, resolved.vllm) == (None, {"method": "mtp", "num_speculative_tokens": 5})
+    assert sum('acts only with sp_type="deterministic"' in line for line in resolved.notes) == 2
+
+
+@pytest.mark.parametrize("name", OTHER_SPELLINGS)
+def test_names_of_the_environment_hint_at_the_key(name: str) -> None:
+    assert f"did you mean {OTHER_SPELLINGS[name]}?" in refused({**MTP, name: "x"})
+    with pytest.raises(SpecPlusConfigError, match=f"did you mean {OTHER_SPELLINGS[name]}"):
+        resolve({**MTP, name: "x"}, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("speculate_model_path", "draft_model_name_or_path"),
+        ("speculate_model_quant_type", "draft_model_quant_type"),
+        ("VERIFY_STRATEGY", "verify_strategy"),
+        ("NUM_MODEL_STEPS", "num_model_steps"),
+    ],
+)
+def test_other_spellings_hint_at_the_key(name: str, meant: str) -> None:
+    assert f"did you mean {meant}?" in refused({**MTP, name: "x"})
 
 
 def test_tables_do_not_shadow_vllms_names() -> None:

@@ -113,9 +113,17 @@ def test_several_wrong_values_have_a_line_each() -> None:
         ),
         ({**HYBRID, "method": "eagle"}, ["model is required", 'method="eagle"']),
         ({**MTP, "max_ngram_size": 3}, ["max_ngram_size=3", 'method="mtp"', '"with_ngram"']),
+        ({**MTP, "ngram_match_order": "first"}, ['ngram_match_order="first"', 'method="ngram"', "with_ngram"]),
+        ({**NGRAM, "ngram_match_order": "last"}, ['ngram_match_order="last"', '"recent", "first"']),
         (
-            {**MTP, "mtp_strategy": "with_suffix", "min_ngram_size": 3},
-            ["min_ngram_size=3", 'mtp_strategy="with_suffix"'],
+            {**MTP, "mtp_strategy": "with_suffix", "adaptive": False, "ngram_match_order": "first"},
+            ['ngram_match_order="first"', 'mtp_strategy="with_suffix"', "adaptive=true"],
+        ),
+        ({"method": "naive", "ngram_match_order": "first"}, ['ngram_match_order="first"', 'method="naive"']),
+        ({**MTP, "allow_force_accept": 1}, ["allow_force_accept=1", "true or false"]),
+        (
+            {**MTP, "allow_force_accept": True, "rejection_sample_method": "synthetic"},
+            ['rejection_sample_method="synthetic"', "allow_force_accept=true"],
         ),
         ({**NGRAM, "method": "ngram_gpu", "max_ngram_size": 3}, ["max_ngram_size=3", "ngram_gpu"]),
         (
@@ -180,7 +188,6 @@ def test_several_wrong_values_have_a_line_each() -> None:
         ({**HYBRID, "disable_padded_drafter_batch": "maybe"}, ["true or false"]),
         ({**HYBRID, "draft_sample_method": "wild"}, ['"greedy", "probabilistic"']),
         ({"method": "naive", "num_speculative_tokens": "1"}, ['num_speculative_tokens="1"']),
-        ({"method": "naive", "max_ngram_size": 3}, ["max_ngram_size=3", 'method="naive"']),
     ],
 )
 def test_combination_that_cannot_work(config: dict[str, Any], said: list[str]) -> None:

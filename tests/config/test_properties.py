@@ -35,6 +35,9 @@ PLAUSIBLE = st.fixed_dictionaries(
         "suffix_decoding_max_cached_requests": st.integers(-1, 3),
         "verify_strategy": st.sampled_from(["topp", "greedy", "target_match", "rejection"]),
         "verify_window": st.integers(0, 3),
+        "ngram_match_order": st.sampled_from(["recent", "first"]),
+        "allow_force_accept": st.booleans(),
+        "dialect": st.sampled_from(["fastdeploy", "paddlenlp", "rtp_llm"]),
         "max_candidate_len": st.none() | st.integers(1, 5),
         "accept_policy": st.sampled_from(["normal", "accept_all", "reject_all"]),
     },
@@ -79,5 +82,9 @@ def test_resolving_the_resolved_config_changes_nothing(config: dict[str, Any]) -
     active = resolved.options.model_dump(exclude_defaults=True)
     if resolved.options.method == "ngram" or resolved.options.mtp_strategy == "with_ngram":
         active |= resolved.options.model_dump(include={"max_ngram_size", "min_ngram_size"})
+    if resolved.options.drafts_from_history:
+        active["adaptive"] = resolved.options.adaptive
+    if resolved.options.verify_strategy == "topp":
+        active |= resolved.options.model_dump(include={"max_candidate_len", "verify_window"})
     again = resolve({**resolved.vllm, **active, "method": resolved.vllm["method"]})
     assert again.options == resolved.options

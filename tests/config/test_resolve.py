@@ -82,10 +82,18 @@ WITH_EACH_KEY = pytest.mark.parametrize(
         ("verify_strategy", "topp", MTP),
         ("verify_strategy", "greedy", MTP),
         ("verify_strategy", "target_match", MTP),
-        ("max_candidate_len", 5, {**MTP, "verify_strategy": "topp"}),
-        ("verify_window", 2, {**MTP, "verify_strategy": "topp"}),
+        ("max_candidate_len", 3, {**MTP, "verify_strategy": "topp"}),
+        ("verify_window", 1, {**MTP, "verify_strategy": "topp"}),
         ("accept_policy", "accept_all", MTP),
         ("accept_policy", "reject_all", MTP),
+        ("ngram_match_order", "first", {"method": "ngram", "num_speculative_tokens": 3}),
+        ("ngram_match_order", "first", HYBRID),
+        ("ngram_match_order", "first", {**MTP, "mtp_strategy": "with_suffix"}),
+        ("max_ngram_size", 9, {**MTP, "mtp_strategy": "with_suffix"}),
+        ("max_ngram_size", 9, {**MTP, "mtp_strategy": "with_suffix", "adaptive": False}),
+        ("max_ngram_size", 9, {"method": "suffix", "num_speculative_tokens": 3}),
+        ("max_ngram_size", 9, {"method": "naive", "num_speculative_tokens": 3}),
+        ("allow_force_accept", True, MTP),
     ],
 )
 
@@ -365,3 +373,33 @@ def test_as_json_has_a_stable_order() -> None:
     assert '"target_model_config": "<object>"' in resolved.as_json()
     reordered = resolve(dict(reversed({**HYBRID, "revision": "main"}.items())))
     assert reordered.as_json() == resolve({**HYBRID, "revision": "main"}).as_json()
+
+
+TOPP = {**MTP, "verify_strategy": "topp"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "limits", "said"),
+    [
+        ({}, (5, 2), "max_candidate_len=5, verify_window=2: FastDeploy's defaults of topp"),
+        ({"max_candidate_len": 3}, (3, 2), "verify_window=2: FastDeploy's defaults of topp"),
+        ({"verify_window": 0}, (5, 0), "max_candidate_len=5: FastDeploy's defaults of topp"),
+        ({"max_candidate_len": None, "verify_window": 1}, (None, 1), "max_candidate_len=null is no limit"),
+        ({"max_candidate_len": None}, (None, 2), "has every draft accepted"),
+        ({"max_candidate_len": 1}, (1, 0), ""),
+        ({"max_candidate_len": 1, "verify_window": 2}, (1, 0), "verify_window=2 is off with max_candidate_len=1"),
+        ({"max_candidate_len": 9, "verify_window": 3}, (9, 3), ""),
+    ],
+)
+def test_topp_is_limited_unless_asked(keys: dict[str, Any], limits: tuple[int | None, int], said: str) -> None:
+    """Without a limit it accepts every draft of a request with OpenAI's defaults: temperature 1, top_p 1."""
+    resolved = resolve({**TOPP, **keys})
+    assert resolved.options is not None
+    assert (resolved.options.max_candidate_len, resolved.options.verify_window) == limits
+    assert any(said in line for line in [*resolved.notes, *resolved.warnings])
+    assert ("max_candidate_len=null" in "".join(resolved.warnings)) == (limits[0] is None)
+
+
+def test_the_limits_of_topp_are_topps_alone() -> None:
+    found = options({**MTP, "verify_strategy": "target_match"})
+    assert (found.max_candidate_len, found.verify_window) == (None, 0)

@@ -81,6 +81,9 @@ def marked(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.every_version if name in chosen else ()) for name in names]
 
 
+# A hybrid that chooses its drafts, where tests of fixed ways run it too. Who drafts depends on times.
+ADAPTIVE = {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
+
 # EAGLE 3 reads outputs of the target's layers, which vLLM's MiMo does not offer. So its target is the draft model.
 EAGLE3 = {
     "method": "eagle3",
@@ -134,8 +137,8 @@ class Engine:
 
 
 def speculative(name: str, draft: Path, **more: Any) -> dict[str, Any]:
-    """Return the config of that name in `PROPOSERS`, or `EAGLE3`, with more keys."""
-    config = (EAGLE3 if name == "eagle3_ngram" else PROPOSERS[name]) | more
+    """Return the config of that name in `PROPOSERS`, or `EAGLE3` or `ADAPTIVE`, with more keys."""
+    config = (PROPOSERS | {"eagle3_ngram": EAGLE3, "adaptive": ADAPTIVE})[name] | more
     if "model" in config:
         config["model"] = config["model"].replace("draft", str(draft), 1)
     return config
@@ -143,7 +146,7 @@ def speculative(name: str, draft: Path, **more: Any) -> dict[str, Any]:
 
 def target(proposer: str, tiny: Path, trained: Path) -> Path:
     """Return the model to draft for: the trained one, or `tiny` for a random draft model or head of its shape."""
-    return tiny if "model" in PROPOSERS[proposer] else trained
+    return tiny if "model" in PROPOSERS.get(proposer, {}) else trained
 
 
 @contextmanager

@@ -1,8 +1,12 @@
 """The drafts of each worker of an engine, which all of them have to make alike."""
 
+from types import SimpleNamespace
 from typing import Any
 
+from vllm.distributed.parallel_state import get_tp_group
+
 from tests.e2e.engines import Engine
+from vllm_specplus.proposers.costs import Costs
 
 
 def record_drafts(worker: Any) -> None:
@@ -17,6 +21,20 @@ def record_drafts(worker: Any) -> None:
         return drafts
 
     drafter.propose = propose_and_record
+
+
+def measure_otherwise(worker: Any, shares_prices: bool) -> None:
+    """Run in a worker of an adaptive engine: to the last one of a group drafts cost far more than they bring.
+
+    Args:
+        worker: vLLM's.
+        shares_prices: whether all use the first worker's prices, as they should; otherwise each uses its own.
+    """
+    prices = worker._tracker.prices
+    if get_tp_group().is_last_rank:
+        prices._meter.costs = lambda: Costs(1.0, 1.0, 8.0, 8.0)
+    if not shares_prices:
+        prices._group = SimpleNamespace(world_size=1)
 
 
 def recorded_drafts(worker: Any) -> list[list[list[int]]]:

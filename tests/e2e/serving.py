@@ -1,6 +1,7 @@
 """`vllm serve` as a user starts it."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -51,9 +52,7 @@ def serve(model: Path, folder: Path, *options: str, **environment: str) -> Itera
         options: further options of the command.
         environment: further variables of its environment.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+    port = str(_free_port())
     server = Server(f"http://127.0.0.1:{port}", folder / "log")
     common = ("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port, "--max-model-len", "512")
     common += ("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20))
@@ -72,6 +71,22 @@ def serve(model: Path, folder: Path, *options: str, **environment: str) -> Itera
         finally:
             process.terminate()
             process.wait(60)
+
+
+def _free_port() -> int:
+    """A port that stays free until the server binds it, seconds later.
+
+    The system gives ports of its own range to connections and to whoever asks for any port, so that range is left out.
+    """
+    first_of_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(10_000, first_of_system), 100):
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    pytest.fail("no free port among 100")
 
 
 def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:

@@ -1,10 +1,15 @@
 """`vllm-specplus check` refuses what an engine refuses, and nothing else, also where the refusal is vLLM's own."""
 
+import ast
 import copy
 import importlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+import re
+import runpy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,9 +44,6 @@ REFUSED = [
     {"method": "mtp", "model": "P"},
     {"method": "draft_model", "model": "P"},
     {"model": "ngram"},
-    {"speculate_method": "mtp"},
-    {"sp_type": "deterministic"},
-    {"sp_type": "vanilla", "sp_checkpoint_path": "P"},
     {"method": "mtp", "mtp_strategy": "default"},
     {"method": "draft_model", "num_speculative_tokens": 4},
     {"method": "eagle", "num_speculative_tokens": 4},
@@ -88,6 +90,9 @@ REFUSED = [
     MTP | {"num_speculative_tokens_per_batch_size": [[4, 1, 1]]},
 ]
 ACCEPTED = [
+    {"sp_type": "vanilla", "sp_checkpoint_path": "P"},
+    {"sp_type": "deterministic"},
+    {"speculate_method": "mtp"},
     {"method": "suffix"},
     {"model": "ngram", "num_speculative_tokens": 4},
     {"model": "a.B", "num_speculative_tokens": 4},
@@ -112,12 +117,25 @@ MODULES = (
     "tests.config.test_errors",
     "tests.config.test_aliases",
     "tests.config.test_explain",
+    "tests.engine.test_widths",
     "tests.engine.test_patch",
+    "tests.e2e.engines",
+    "tests.e2e.v1.test_adaptive",
+    "tests.e2e.v1.test_stock",
+    "tests.e2e.v2.test_adaptive",
+    "tests.e2e.v2.test_adaptive_verification",
+    "tests.e2e.v2.test_draft_widths",
     "tests.test_cli",
 )
+ROOT = Path(__file__).parents[2]
+# Their configs stand in the bodies of functions.
+SOURCES = (ROOT / "tests/e2e/v1/test_requests.py", ROOT / "examples/offline_hybrid.py")
+TEXTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.sh")))
 MODEL_KEYS = ("model", "draft_model_name_or_path", "sp_checkpoint_path")
 # There is no tiny checkpoint for them.
 NO_CHECKPOINT = ("medusa", "mlp_speculator", "dflash", "dspark")
+
+_ParameterSet = type(pytest.param())
 
 # Only an engine finds out about these: the head's checkpoint may state the number of tokens, and a plugin of vLLM's may
 # register the quantization.
@@ -128,11 +146,9 @@ NOT_KNOWN = [
 
 
 def examples() -> Iterator[dict[str, Any]]:
-    """The configs that the tests of `config` and of whole engines name, each once, where JSON can hold them."""
-    from tests.e2e.engines import EAGLE3, PROPOSERS
-
+    """The configs that tests, examples and documents name, each once, where JSON can hold them."""
     texts: dict[str, None] = {}
-    for config in (*_parameters(), *PROPOSERS.values(), EAGLE3):
+    for config in (*_of_modules(), *_of_the_demo(), *_literals(), *_documented()):
         try:
             texts[json.dumps(config, allow_nan=False)] = None
         except (TypeError, ValueError):
@@ -143,7 +159,7 @@ def examples() -> Iterator[dict[str, Any]]:
             yield config
 
 
-def _parameters() -> Iterator[dict[str, Any]]:
+def _of_modules() -> Iterator[dict[str, Any]]:
     """The configs of the tests in `MODULES`: parameters, constants, and the examples of migration.
 
     A config is a parameter called `config`, or `base` with the parameters `key` and `value`, or with `keys`. Left out
@@ -151,15 +167,46 @@ def _parameters() -> Iterator[dict[str, Any]]:
     """
     for name in MODULES:
         module = importlib.import_module(name)
+        yield from _constants(vars(module))
         for value in vars(module).values():
-            if isinstance(value, dict) and "method" in value:
-                yield value
             for row in _rows(getattr(value, "pytestmark", ())):
                 if isinstance(row.get("config"), dict):
                     yield row["config"]
                 elif isinstance(row.get("base"), dict):
                     yield row["base"] | row.get("keys", {}) | ({row["key"]: row["value"]} if "key" in row else {})
         yield from (example["given"] for example in getattr(module, "EXAMPLES", ()))
+
+
+def _constants(names: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The configs among the values of `names`, and those in dicts of configs."""
+    for value in names.values():
+        candidates = (value, *value.values()) if isinstance(value, dict) else ()
+        yield from (config for config in candidates if isinstance(config, dict) and "method" in config)
+
+
+def _of_the_demo() -> Iterator[dict[str, Any]]:
+    return _constants(runpy.run_path(str(ROOT / "examples/demo.py")))
+
+
+def _literals() -> Iterator[dict[str, Any]]:
+    """The configs that are written out in `SOURCES`."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Dict):
+                with suppress(ValueError):
+                    value = ast.literal_eval(node)
+                    if "method" in value:
+                        yield value
+
+
+def _documented() -> Iterator[dict[str, Any]]:
+    """The configs that `TEXTS` show as JSON."""
+    for text in (path.read_text() for path in TEXTS):
+        for brace in re.finditer(r"\{", text):
+            with suppress(ValueError):
+                value, _ = json.JSONDecoder().raw_decode(text, brace.start())
+                if "method" in value:
+                    yield value
 
 
 def _rows(marks: Iterable[pytest.Mark]) -> Iterator[dict[str, Any]]:
@@ -169,7 +216,8 @@ def _rows(marks: Iterable[pytest.Mark]) -> Iterator[dict[str, Any]]:
         if mark.name == "parametrize":
             names, rows = mark.args
             names = [part.strip() for part in names.split(",")] if isinstance(names, str) else list(names)
-            tables.append([dict(zip(names, row if len(names) > 1 else (row,), strict=False)) for row in rows])
+            rows = [row.values if isinstance(row, _ParameterSet) else row if len(names) > 1 else (row,) for row in rows]
+            tables.append([dict(zip(names, row, strict=False)) for row in rows])
     for parts in itertools.product(*tables):
         yield {name: value for part in parts for name, value in part.items()}
 
@@ -206,7 +254,7 @@ def engine_error(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str
         try:
             made = args.create_speculative_config(copy.copy(model_config), ParallelConfig())
             # The scheduler's part of starting an engine.
-            if made.num_speculative_tokens_per_batch_size is not None:
+            if made is not None and made.num_speculative_tokens_per_batch_size is not None:
                 validate_and_normalize_dynamic_sd_schedule(made.num_speculative_tokens_per_batch_size)
         except Exception as problem:
             return problem

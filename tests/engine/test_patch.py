@@ -203,12 +203,12 @@ def test_a_pipeline_needs_asynchronous_scheduling(
     made = args.create_engine_config()
     assert args.async_scheduling is None
     worker = SpecPlusWorker.__new__(SpecPlusWorker)
-    worker.vllm_config, worker.use_v2_model_runner = made, True
+    worker.vllm_config = made
     made.scheduler_config.async_scheduling = True
-    worker._check_runner()
+    worker._check_scheduling()
     made.scheduler_config.async_scheduling = False
     with pytest.raises(compat.SpecPlusCompatError, match="pipeline_parallel_size=2 is not allowed here"):
-        worker._check_runner()
+        worker._check_scheduling()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(SpecPlusConfigError, match="pipeline_parallel_size=2 is not allowed on Model Runner V1"):
         args.create_engine_config()
@@ -288,14 +288,12 @@ def test_several_mtp_layers_on_v2(tiny: Path, tmp_path: Path, on_v2: None, monke
 
 def test_the_worker_sees_to_it_that_the_runner_was_foreseen(tiny: Path, on_v2: None) -> None:
     worker = SpecPlusWorker.__new__(SpecPlusWorker)
-    worker.vllm_config = SimpleNamespace(
-        speculative_config=create(tiny, {"method": "naive"}), parallel_config=SimpleNamespace(pipeline_parallel_size=1)
-    )
+    worker.vllm_config = SimpleNamespace(speculative_config=create(tiny, {"method": "naive"}))
     worker.use_v2_model_runner = True
-    worker._check_runner()
+    assert worker._import_runner_module().__name__ == "vllm_specplus.runners.v2.install"
     worker.use_v2_model_runner = False
     with pytest.raises(compat.SpecPlusCompatError, match=r"vLLM chose Model Runner V1.*set VLLM_USE_V2_MODEL_RUNNER=0"):
-        worker._check_runner()
+        worker._import_runner_module()
 
 
 @pytest.mark.parametrize(("drafts", "times"), [(True, 1), (False, 0)])

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from vllm_specplus.engine import scheduler as module
-from vllm_specplus.engine.scheduler import LengthChooser, LengthScheduler, make_scheduler
-from vllm_specplus.proposers.draft_lengths import Plan
+from vllm_specplus.engine.scheduler import WidthChooser, WidthScheduler, make_scheduler
+from vllm_specplus.proposers.draft_widths import Plan
 
-LENGTHS = [0, 1, 2, 4]
+WIDTHS = [0, 1, 2, 4]
 
 
 class Engine:
@@ -18,20 +18,20 @@ class Engine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
-        self.chooser = LengthChooser(LENGTHS)
+        self.chooser = WidthChooser(WIDTHS)
         self.results: list[tuple[str, int, int]] = []
         self.plans: list[Plan] = []
         self.steps: list[tuple[int, int, float]] = []
-        draft_lengths = self.chooser.draft_lengths
-        monkeypatch.setattr(draft_lengths, "add_step", lambda *step: self.steps.append(step))
-        monkeypatch.setattr(draft_lengths, "add_result", self._add_result)
+        draft_widths = self.chooser.draft_widths
+        monkeypatch.setattr(draft_widths, "add_step", lambda *step: self.steps.append(step))
+        monkeypatch.setattr(draft_widths, "add_result", self._add_result)
 
     def _add_result(self, req_id: str, num_slots: int, num_accepted: int, plan: Plan) -> None:
         self.results.append((req_id, num_slots, num_accepted))
         self.plans.append(plan)
 
     def schedule(self, slots: dict[str, int], finished: set[str] = frozenset(), **changes: Any) -> Any:  # type: ignore[assignment]
-        """Schedule a step in which these requests have so many slots."""
+        """Schedule a step; `slots`: the number of each request."""
         counts = {req_id: 1 + count for req_id, count in slots.items()}
         output = SimpleNamespace(
             **{
@@ -48,7 +48,7 @@ class Engine:
         return output
 
     def end(self, output: Any, tokens: dict[str, int], gone: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-        """End a step in which these requests got so many tokens; those in `gone` were aborted meanwhile."""
+        """End a step; `tokens`: the number that each request got. Those in `gone` were aborted meanwhile."""
         result = SimpleNamespace(
             sampled_token_ids=[[7] * count for count in tokens.values()],
             req_id_to_index={req_id: i for i, req_id in enumerate(tokens)},
@@ -72,8 +72,8 @@ def test_the_plan_of_a_steps_slots_is_the_one_made_a_step_before(engine: Engine)
     first = engine.schedule({"a": 0})
     plan = engine.chooser._next_plan
     second = engine.schedule({"a": 1})
-    # Nothing was scheduled, so the slots wait for the next step.
-    engine.schedule({})
+    # Nothing was scheduled, so the slots wait for the next step. vLLM reports such a step all the same.
+    engine.end(engine.schedule({}), {})
     third = engine.schedule({"a": 1})
     for step in (first, second, third):
         engine.end(step, {"a": 1})
@@ -92,11 +92,11 @@ def test_ended_aborted_and_discarded_requests_are_left_out(engine: Engine) -> No
 
 
 def test_state_goes_with_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    chooser = LengthChooser(LENGTHS)
-    chooser.draft_lengths.add_result("a", 2, 1, Plan(2))
-    chooser.draft_lengths.add_result("b", 2, 1, Plan(2))
+    chooser = WidthChooser(WIDTHS)
+    chooser.draft_widths.add_result("a", 2, 1, Plan(2))
+    chooser.draft_widths.add_result("b", 2, 1, Plan(2))
     chooser.note_step(SimpleNamespace(finished_req_ids={"a", "never seen"}, total_num_scheduled_tokens=0))
-    assert chooser.draft_lengths.num_requests == 1
+    assert chooser.draft_widths.num_requests == 1
 
 
 def test_a_step_is_timed_from_the_end_of_the_one_before(engine: Engine) -> None:
@@ -126,16 +126,16 @@ def test_steps_with_prompts_have_no_time(changes: dict[str, Any], engine: Engine
 
 def test_outputs_that_were_never_noted_are_ignored(engine: Engine) -> None:
     engine.schedule({"a": 1})
-    engine.end(SimpleNamespace(), {"a": 2})
+    engine.end(SimpleNamespace(total_num_scheduled_tokens=2), {"a": 2})
     assert engine.results == []
 
 
 def test_requests_in_their_prompt_do_not_count() -> None:
-    chooser = LengthChooser(LENGTHS)
+    chooser = WidthChooser(WIDTHS)
     running = [SimpleNamespace(request_id=r, is_prefill_chunk=r == "a") for r in "ab"]
-    assert chooser.choose(running) in LENGTHS
+    assert chooser.choose(running) in WIDTHS
     assert set(chooser._next_plan.classes) == {"b"}
-    assert chooser.choose([]) in LENGTHS
+    assert chooser.choose([]) in WIDTHS
 
 
 class Stock:
@@ -148,26 +148,33 @@ class Stock:
 
 
 @pytest.mark.parametrize("lookup", [[0, 0, 4], None])
-def test_synchronous_scheduling_has_vllms_scheduler(lookup: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronous_scheduling_has_vllms_scheduler(
+    lookup: list[int], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(module, "Scheduler", Stock)
     config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False))
     scheduler = make_scheduler(config, lookup=lookup)
     assert type(scheduler) is Stock
     assert scheduler.dynamic_sd_lookup is None
+    (line,) = log.messages
+    assert line.endswith("one for each draft that is worth it, since scheduling is synchronous")
 
 
-def test_where_vllm_dropped_the_schedule_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LengthScheduler.__bases__[0], "__init__", Stock.__init__)
-    scheduler = LengthScheduler(SimpleNamespace())
+def test_where_vllm_dropped_the_schedule_nothing_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(WidthScheduler.__bases__[0], "__init__", Stock.__init__)
+    scheduler = WidthScheduler(SimpleNamespace())
     assert scheduler._chooser is None
+    assert log.messages == ["slots for drafts in a step: always all, since vLLM has dropped the other widths"]
     scheduler._ask(lambda chooser: pytest.fail("nobody to ask"))
 
 
 def test_an_error_ends_the_choice_and_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(LengthScheduler.__bases__[0], "__init__", Stock.__init__)
-    scheduler = LengthScheduler(SimpleNamespace(), [0, 0, 1, 4, 4])
+    monkeypatch.setattr(WidthScheduler.__bases__[0], "__init__", Stock.__init__)
+    scheduler = WidthScheduler(SimpleNamespace(), [0, 0, 1, 4, 4])
     assert "slots for drafts in a step: 0, 1, 4, whichever the accepted drafts pay for" in log.messages
     for _ in range(2):
         scheduler._ask(lambda chooser: 1 // 0)

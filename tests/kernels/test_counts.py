@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
 from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import counts as kernels
 from vllm_specplus.kernels.counts import count_drafts
-from vllm_specplus.runners.request_counts import count_step
+from vllm_specplus.runners.request_counts import count_drafts as count_on_host
 from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED
+from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
 
 pytestmark = pytest.mark.interpreter
 
@@ -140,7 +140,7 @@ def test_equals_the_count_on_the_host(masked):
             num_model, num_accepted = rng.integers(0, num_drafts + 1, 2).tolist()
             fill_source = int(rng.choice([NGRAM, REFERENCE]))
             requests[row] = Request(num_drafts, num_accepted + 1, num_drafts, num_model, fill_source)
-            count_step(expected, *map(np.array, ([num_model], [fill_source], [num_drafts], [num_accepted])))
+            count_on_host(expected, *map(np.array, ([num_model], [fill_source], [num_drafts], [num_accepted])))
         run(counts, request_counts, requests, masked=masked)
     assert counts.tolist() == expected.tolist()
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
 from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import drafts as kernels
 from vllm_specplus.kernels.drafts import continue_forecasts, write_one_hot_rows
+from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
 
 pytestmark = pytest.mark.interpreter
 

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
 from tests.kernels.launches import Launches, OnlyTorch
 from tests.proposers.reference import make_history
 from vllm_specplus.kernels import ngram
 from vllm_specplus.kernels.ngram import fill_drafts, scratch_shape
 from vllm_specplus.proposers import HybridDrafter, NgramMatcher
+from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
 
 pytestmark = pytest.mark.interpreter
 
@@ -67,7 +67,9 @@ def fill(texts, model=None, *, width=4, max_len=MAX_LEN, pad=0, max_drafts=None,
     return lists, counts[1].tolist()
 
 
-def expect(texts, model, *, width, max_len, max_drafts, min_ngram_size, max_ngram_size, match_override_len):
+def expect(
+    texts, model, *, width, max_len, max_drafts, min_ngram_size, max_ngram_size, match_override_len, takes_first
+):
     """The drafts of the proposers for the same requests."""
     requests = {str(i): text for i, text in enumerate(texts) if text is not None}
     lists, num_model = [[] for _ in texts], [0 for _ in texts]
@@ -75,7 +77,13 @@ def expect(texts, model, *, width, max_len, max_drafts, min_ngram_size, max_ngra
         return lists, num_model
     places = [int(i) for i in requests]
     limits = np.array([width if max_drafts is None else max_drafts[i] for i in places])
-    matcher = NgramMatcher(len(texts), max_len, min_ngram_size=min_ngram_size, max_ngram_size=max_ngram_size)
+    matcher = NgramMatcher(
+        len(texts),
+        max_len,
+        min_ngram_size=min_ngram_size,
+        max_ngram_size=max_ngram_size,
+        match_order="first" if takes_first else "recent",
+    )
     history = make_history(requests, max_len)
     if model[0]:
         drafter = HybridDrafter(
@@ -120,6 +128,7 @@ def batches(draw):
         "min_ngram_size": min_size,
         "max_ngram_size": min_size + draw(st.integers(0, 4)),
         "match_override_len": draw(st.sampled_from([0, 1, 2, 3, 5, 9, 64])),
+        "takes_first": draw(st.booleans()),
     }
 
 
@@ -141,6 +150,7 @@ REPEAT = [7, 8, 7, 8, 7]
     ("text", "model", "options", "expected"),
     [
         pytest.param(TEXT, [], {}, ([9, 1, 2, 9], 0), id="most recent"),
+        pytest.param(TEXT, [], {"takes_first": True}, ([3, 4, 5, 1], 0), id="first"),
         pytest.param(TEXT, [3], {}, ([3, 4, 5, 1], 1), id="goes on from the model's draft"),
         pytest.param([*TEXT, 5], [1, 2], {}, ([1, 2, 9, 1], 2), id="longest n-gram first"),
         pytest.param([1, 2, 3, 4, 5], [1], {"min_ngram_size": 1}, ([1, 2, 3, 4], 1), id="one token"),

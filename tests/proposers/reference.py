@@ -8,14 +8,15 @@ from vllm_specplus.proposers import History
 
 
 def slow_match(
-    tokens: Sequence[int], min_size: int, max_size: int, match_len_cap: int, max_drafts: int
+    tokens: Sequence[int], min_size: int, max_size: int, match_len_cap: int, max_drafts: int, order: str = "recent"
 ) -> tuple[list[int], int]:
     """Drafts and match length for one sequence (history and model drafts); ([], 0) = no match."""
     tokens, end = list(tokens), len(tokens)
     if max_drafts == 0:
         return [], 0
     for size in range(min(max_size, end), min_size - 1, -1):
-        for earlier in range(end - 1, size - 1, -1):
+        places = range(size, end)
+        for earlier in places if order == "first" else reversed(places):
             if tokens[earlier - size : earlier] == tokens[end - size :]:
                 text = list(tokens)
                 for k in range(max_drafts):

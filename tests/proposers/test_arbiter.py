@@ -46,14 +46,15 @@ class Play:
         for chain, (token_ids, agreed) in offers.items():
             tokens = np.array([token_ids], np.int32).reshape(1, -1)
             self.arbiter.offer(chain, tokens, np.array([len(token_ids)], np.int32), np.array([agreed], np.int32))
-        self.num_passes = self.arbiter.plan_passes()
-        self.arbiter.offer_model(np.array([(model or [])[: self.num_passes]], np.int32).reshape(1, -1))
-        return self.arbiter.choose(np.array([min(limit, self.num_slots)]))
+        limits = np.array([min(limit, self.num_slots)])
+        self.num_passes = self.arbiter.plan_passes(limits)
+        self.arbiter.offer_model(np.array([(model or [])[: self.num_passes]], np.int32).reshape(1, -1), limits)
+        return self.arbiter.choose(limits)
 
     def begin(self) -> None:
         row = np.zeros((1, MAX_LEN), np.int32)
         row[0, : len(self.text)] = self.text
-        self.arbiter.begin(History([self.name], row, np.array([len(self.text)]), np.array([1])))
+        self.arbiter.begin_step(History([self.name], row, np.array([len(self.text)]), np.array([1])))
         if self.chances is not None:
             self.arbiter.table.chances[:] = self.chances
 
@@ -149,7 +150,7 @@ def test_no_other_drafts_are_worth_more(case: dict[str, Any]) -> None:
     play.arbiter.set_prices(Prices(case["price"], 1.0))
     play.chances = case["chances"]
     choice = play.step(case["offers"], case["model"], case["limit"])
-    assert play.num_passes == case["num_steps"]
+    assert play.num_passes == (case["num_steps"] if case["limit"] else min(case["num_steps"], 1))
     found = choice.to_lists()[0]
     assert len(found) <= case["limit"]
     ways = [d for d in all_drafts(case) if tokens_of(case, d) == found]
@@ -279,7 +280,7 @@ def test_passes_over_prompts_are_charged() -> None:
 
 def test_requests_are_asleep_when_all_have_given_the_model_up() -> None:
     arbiter = Play([], 4, 1).arbiter
-    arbiter.begin(History(["a", "b"], np.zeros((2, 10), np.int32), np.array([1, 1]), np.array([1, 1])))
+    arbiter.begin_step(History(["a", "b"], np.zeros((2, 10), np.int32), np.array([1, 1]), np.array([1, 1])))
     arbiter._credits[arbiter._rows[1]] = ASLEEP
     assert arbiter.is_asleep(["b"])
     assert not arbiter.is_asleep(["a", "b"])
@@ -299,15 +300,31 @@ def test_later_passes_are_left_out_where_they_add_nothing() -> None:
     assert counts[60:].count(2) <= 3
 
 
+def test_later_passes_are_left_out_where_history_is_trusted() -> None:
+    """The model is always right, and so is history where a long agreement speaks for it."""
+    play = Play([(NGRAM, 0)], 4, 2)
+    play.arbiter.set_prices(Prices(0.05, 1.0, 0.05, 0.2))
+    with_history, without = [], []
+    for _ in range(120):
+        for counts, offers in ((with_history, {0: ([3] * 4, 30)}), (without, {})):
+            choice = play.step(offers, [3, 3])
+            counts.append(play.num_passes)
+            play.text += [3] * (int(choice.num_drafts[0]) + 1)
+    assert set(without) == {2}
+    assert set(with_history[60:]) == {1, 2}
+    assert with_history[60:].count(2) <= 3
+
+
 def test_a_request_that_sleeps_gets_no_model_drafts_beside_one_that_is_awake() -> None:
     arbiter = Play([], 4, 1).arbiter
     arbiter.set_prices(Prices(0.05, 1.0, 0.1))
     text = np.zeros((2, 10), np.int32)
-    arbiter.begin(History(["a", "b"], text, np.array([1, 1]), np.array([1, 1])))
+    arbiter.begin_step(History(["a", "b"], text, np.array([1, 1]), np.array([1, 1])))
     arbiter._credits[arbiter._rows[1]] = ASLEEP
-    assert arbiter.plan_passes() == 1
-    arbiter.offer_model(np.array([[3], [3]], np.int32))
-    assert arbiter.choose(np.array([4, 4])).to_lists() == [[3], []]
+    limits = np.array([4, 4])
+    assert arbiter.plan_passes(limits) == 1
+    arbiter.offer_model(np.array([[3], [3]], np.int32), limits)
+    assert arbiter.choose(limits).to_lists() == [[3], []]
 
 
 P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
@@ -380,12 +397,13 @@ def test_many_requests_at_once_are_each_their_own() -> None:
     text = np.zeros((8, 50), np.int32)
     names = [f"r{i}" for i in range(8)]
     for step in range(5):
-        arbiter.begin(History(names, text, np.full(8, step + 1), np.ones(8, np.int64)))
+        arbiter.begin_step(History(names, text, np.full(8, step + 1), np.ones(8, np.int64)))
         tokens = np.arange(24, dtype=np.int32).reshape(8, 3)
         arbiter.offer(0, tokens, np.array([3, 0] * 4, np.int32), np.full(8, 30, np.int32))
-        arbiter.plan_passes()
-        arbiter.offer_model(100 + np.arange(8, dtype=np.int32)[:, None])
-        lists = arbiter.choose(np.array([3, 3, 3, 3, 0, 0, 1, 1])).to_lists()
+        limits = np.array([3, 3, 3, 3, 0, 0, 1, 1])
+        arbiter.plan_passes(limits)
+        arbiter.offer_model(100 + np.arange(8, dtype=np.int32)[:, None], limits)
+        lists = arbiter.choose(limits).to_lists()
         for i, drafts in enumerate(lists):
             own = [[], tokens[i].tolist(), [100 + i]]
             assert any(drafts == one[: len(drafts)] for one in own)

@@ -1,5 +1,7 @@
 """Costs from the times of steps, and prices from the pace."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -43,11 +45,33 @@ def test_a_slot_never_costs_less_than_nothing() -> None:
 def test_the_first_pass_and_the_later_ones() -> None:
     meter = CostMeter()
     meter.add_step(1, 1.0)
-    meter.add_passes(3, 0.6)
+    add_passes(meter, 3, [0.6] * 3)
     assert (meter.costs().first_pass, meter.costs().later_pass) == pytest.approx((0.2, 0.2))
-    meter.add_passes(1, 0.4)
+    add_passes(meter, 1, [0.4] * 3)
     assert meter.costs().first_pass == pytest.approx(0.4)
     assert meter.costs().later_pass == pytest.approx(0.1)
+
+
+def add_passes(meter: CostMeter, num_passes: int, times: Sequence[float]) -> None:
+    for time in times:
+        meter.add_passes(num_passes, time)
+
+
+@pytest.mark.parametrize("times", [[4.0, 0.2, 0.2], [0.2, 4.0, 0.2], [0.2, 0.2, 0.2, 4.0]])
+def test_a_pause_within_the_first_passes_is_no_cost(times: list[float]) -> None:
+    """Until three have been measured they cost what is usual."""
+    meter = CostMeter()
+    meter.add_step(1, 1.0)
+    add_passes(meter, 1, times[:2])
+    assert meter.costs().first_pass == pytest.approx(0.1)
+    assert meter.passes_time(1) == 0
+    add_passes(meter, 1, times[2:])
+    assert meter.costs().first_pass == meter.passes_time(1) == pytest.approx(0.2, rel=0.1)
+
+
+def test_passes_over_prompts_count_from_the_third_on_and_pauses_as_three_usual_ones() -> None:
+    meter = CostMeter()
+    assert [meter.add_prompt_passes(time) for time in (9.0, 0.5, 0.5, 0.5, 20.0, 0.5)] == [0, 0, 0.5, 0.5, 1.5, 0.5]
 
 
 def test_before_anything_is_known_a_step_is_the_unit() -> None:

@@ -47,8 +47,8 @@ def make_tables_with_one_bit_tags(matcher, row, num_tokens, make_tables=NgramMat
 
 
 @settings(max_examples=300)
-@given(conversations(), st.integers(1, 12))
-def test_equals_the_slow_reference(conversation, match_len_cap):
+@given(conversations(), st.integers(1, 12), st.sampled_from(["recent", "first"]))
+def test_equals_the_slow_reference(conversation, match_len_cap, order):
     """Growing, pausing and reordered requests; model drafts that are never accepted as such."""
     (min_size, max_size), steps = conversation
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +57,12 @@ def test_equals_the_slow_reference(conversation, match_len_cap):
         patch.setattr(ngram, "_MIN_CAPACITY", 4)
         patch.setattr(NgramMatcher, "_make_tables", make_tables_with_one_bit_tags)
         matcher = NgramMatcher(
-            4, MAX_LEN, min_ngram_size=min_size, max_ngram_size=max_size, match_len_cap=match_len_cap
+            4,
+            MAX_LEN,
+            min_ngram_size=min_size,
+            max_ngram_size=max_size,
+            match_len_cap=match_len_cap,
+            match_order=order,
         )
         texts: dict[str, list[int]] = {}
         for step in steps:
@@ -72,7 +77,7 @@ def test_equals_the_slow_reference(conversation, match_len_cap):
             assert match.token_ids.shape == (len(step), max_drafts.max())
             for i, (req_id, _, model, limit) in enumerate(step):
                 expected, length = slow_match(
-                    texts[req_id] + model, min_size, max_size, max(match_len_cap, max_size), limit
+                    texts[req_id] + model, min_size, max_size, max(match_len_cap, max_size), limit, order
                 )
                 assert (drafts[i], match.match_len[i]) == (expected, length)
                 assert np.all(match.token_ids[i, match.num_tokens[i] :] == -1)
@@ -211,7 +216,7 @@ def test_arrays_that_do_not_fit():
     for token_ids in (np.zeros((1, 8), np.int64), np.zeros((1, 16), np.int32)[:, ::2]):
         with pytest.raises(ValueError, match="C-contiguous int32"):
             matcher.match(History(["a"], token_ids, one, one), None, one)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="not fit"):
         matcher.match(History(["a"], np.zeros((1, 8), np.int32), one * 9, one), None, one)
 
 

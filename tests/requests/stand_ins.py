@@ -36,6 +36,8 @@ class Check(RequestCheck):
     """An engine's check, whose tokenizer makes a token of each letter."""
 
     drafts = True
+    allows_force_accept = False
+    is_server = True
     model_config = SimpleNamespace(skip_tokenizer_init=False, max_model_len=100, get_vocab_size=lambda: 1000)
     tokenizer = SimpleNamespace(encode=lambda text: np.array([ord(letter) for letter in text], np.int32))
 
@@ -120,9 +122,9 @@ async def each(messages: Iterable[bytes]) -> AsyncIterator[bytes]:
 def plain(key: str, options: ResolvedOptions | None) -> tuple[Any, ...]:
     """The reference's tokens, mode, limit, and whether counts are kept under the key."""
     assert options is not None
-    assert options.key in (None, key)
+    assert options.counts_key in (None, key)
     token_ids = None if options.token_ids is None else options.token_ids.tolist()
-    return token_ids, options.edit, options.max_drafts, options.key is not None
+    return token_ids, options.edit, options.max_drafts, options.counts_key is not None
 
 
 def letters(text: str) -> list[int]:

@@ -63,7 +63,7 @@ def test_what_reaches_vllm(path: str, root_path: str, media_type: str) -> None:
         "messages": "ünï \ud83d",
         "prediction": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         "aux_info": True,
-        "spec_tokens": "not a field up here",
+        "spaces_between_special_tokens": True,
         "vllm_xargs": {"sp_edit": 0, "spec_tokens": 3, "mine": [1, "x"]},
     }
     got = server.post(
@@ -73,7 +73,7 @@ def test_what_reaches_vllm(path: str, root_path: str, media_type: str) -> None:
     assert server.body == {
         "model": "m",
         "messages": "ünï \ud83d",
-        "spec_tokens": "not a field up here",
+        "spaces_between_special_tokens": True,
         "vllm_xargs": {"mine": [1, "x"], HANDOVER_ENTRY: key},
     }
     assert server.headers[0]["content-length"] == str(len(server.bodies[0]))

@@ -87,7 +87,7 @@ def options_of(params: SamplingParams) -> tuple[list[int] | None, bool, int | No
     options = ResolvedOptions.from_wire(sent.extra_args[RESOLVED_ENTRY])
     assert options is not None
     token_ids = None if options.token_ids is None else options.token_ids.tolist()
-    return token_ids, options.edit, options.max_drafts, options.key
+    return token_ids, options.edit, options.max_drafts, options.counts_key
 
 
 def refusal(check: type[RequestCheck], **extra: Any) -> VLLMValidationError:
@@ -170,7 +170,7 @@ def test_a_request_that_asks_nothing_is_left_alone(extra: dict[str, Any] | None,
 
 
 def test_the_workers_entry_cannot_be_forged() -> None:
-    forged = ResolvedOptions(token_ids=np.array([VOCAB_SIZE + 5], np.int32), key="another's").to_wire()
+    forged = ResolvedOptions(token_ids=np.array([VOCAB_SIZE + 5], np.int32), counts_key="another's").to_wire()
     assert admit(new_check(), **{RESOLVED_ENTRY: forged, "my_key": 3}).extra_args == {"my_key": 3}
     params = admit(new_check(), **{RESOLVED_ENTRY: forged, "spec_tokens": 3})
     assert options_of(params) == (None, False, 3, None)
@@ -193,7 +193,7 @@ def test_text_becomes_tokens_and_no_special_ones() -> None:
     assert options_of(admit(check, sp_advice_prompt=SECRET)) == (letters(SECRET), False, None, None)
     prediction = {"type": "content", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]}
     assert options_of(admit(check, prediction=prediction)) == (letters("abc"), True, None, None)
-    assert options_of(admit(check, sp_advice_prompt="")) == ([], False, None, None)
+    assert options_of(admit(check, prediction={"type": "content", "content": ""})) == ([], True, None, None)
 
 
 def test_the_tokenizer_is_loaded_once_and_when_it_is_needed(tokenizer_loads: list[Any]) -> None:
@@ -278,9 +278,9 @@ def test_an_error_names_its_field(name: str, value: Any) -> None:
     assert refusal(new_check(), **{name: value}).parameter == name
 
 
-@pytest.mark.parametrize("name", ["sp_advice_prompt", "sp_edit", "spec_tokens"])
+@pytest.mark.parametrize("name", ["sp_advice_prompt", "force_disable_sp_run", "spec_tokens"])
 def test_an_engine_that_does_not_draft_refuses(name: str) -> None:
-    value = SECRET if name == "sp_advice_prompt" else 0
+    value = SECRET if name == "sp_advice_prompt" else 1
     error = refusal(new_check(drafts=False), **{name: value})
     assert error.parameter == name
     assert "speculative config" in str(error)
@@ -288,7 +288,7 @@ def test_an_engine_that_does_not_draft_refuses(name: str) -> None:
 
 def test_options_from_the_handover_are_used(hand_over: Any) -> None:
     reference = np.array([5, 6], np.int32)
-    key = hand_over("a-key", ResolvedOptions(token_ids=reference, edit=True, max_drafts=4, key="a-key"))
+    key = hand_over("a-key", ResolvedOptions(token_ids=reference, edit=True, max_drafts=4, counts_key="a-key"))
     assert options_of(admit(new_check(), **{HANDOVER_ENTRY: key})) == ([5, 6], True, 4, "a-key")
 
 
@@ -296,7 +296,7 @@ def test_options_are_resolved_with_a_key() -> None:
     options = parse_options({"prediction": {"type": "content", "content": "ab"}})
     assert options is not None
     answer = new_check().resolve(options, "a-key")
-    assert (answer.key, answer.edit) == ("a-key", True)
+    assert (answer.counts_key, answer.edit) == ("a-key", True)
     with pytest.raises(RequestError, match="prediction is not allowed"):
         new_check(drafts=False).resolve(options)
 

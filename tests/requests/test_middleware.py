@@ -14,6 +14,7 @@ from tests.requests.stand_ins import (
     ALL_FIELDS,
     CHAT,
     DETAILS,
+    PREDICTION,
     SECRET,
     STREAM,
     Engine,
@@ -100,7 +101,6 @@ def test_two_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "engine",
     [
-        SimpleNamespace(),
         engine_with(None),
         engine_with(SimpleNamespace()),
         engine_with(SimpleNamespace(specplus=None)),
@@ -109,10 +109,10 @@ def test_two_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_engine_without_the_plugin(engine: Any, log: pytest.LogCaptureFixture) -> None:
-    """Requests pass through unchanged, with one line in the log of a process."""
+    """Predictions pass through unchanged, with one line in the log of a process."""
     vllm.logger._print_warning_once.cache_clear()
     server = Server(engine=engine, num_middlewares=2)
-    body = json.dumps(ALL_FIELDS, indent=1).encode()
+    body = json.dumps({"prediction": PREDICTION}, indent=1).encode()
     for _ in range(2):
         assert server.post(body).body == JSONResponse(answer()).body
     assert server.bodies == [body, body]

@@ -33,7 +33,7 @@ def plain(options: RequestOptions | None) -> tuple[Any, ...] | None:
     """Text, token ids, mode, limit."""
     if options is None:
         return None
-    return options.text, options.sp_advice_prompt_token_ids, options.edit, options.spec_tokens
+    return options.text, options.sp_advice_prompt_token_ids, options.edit, options.max_drafts
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,26 @@ def plain(options: RequestOptions | None) -> tuple[Any, ...] | None:
         ({"prediction": {"type": "content", "content": ""}}, ("", None, True, None)),
         ({"prediction": {"type": "content", "content": []}}, ("", None, True, None)),
         ({"sp_advice_prompt": SECRET}, (SECRET, None, False, None)),
-        ({"sp_advice_prompt": ""}, ("", None, False, None)),
+        ({"sp_advice_prompt": SECRET, "sp_advice_prompt_token_ids": []}, (SECRET, [], False, None)),
         ({"sp_advice_prompt_token_ids": [5, 0, 2**31 - 1]}, (None, [5, 0, 2**31 - 1], False, None)),
-        ({"sp_advice_prompt_token_ids": []}, (None, [], False, None)),
         ({"spec_tokens": 0}, (None, None, False, 0)),
         ({"spec_tokens": 7}, (None, None, False, 7)),
-        ({"sp_edit": 0}, (None, None, False, None)),
+        ({"force_disable_sp_run": True}, (None, None, False, 0)),
+        ({"force_disable_sp_run": 1, "spec_tokens": 3}, (None, None, False, 0)),
+        ({"force_sp_accept": True}, (None, None, False, None)),
+        ({"aux_info": 1}, (None, None, False, None)),
+        # RTP-LLM's defaults, which its clients may send along.
+        (
+            {"sp_advice_prompt": "", "sp_advice_prompt_token_ids": [], "sp_edit": False, "spec_tokens": None}
+            | {"force_disable_sp_run": False, "force_sp_accept": False, "aux_info": False},
+            None,
+        ),
         ({"sp_advice_prompt": SECRET, "sp_edit": True}, (SECRET, None, True, None)),
         ({"prediction": {"type": "content", "content": SECRET}, "sp_edit": False}, (SECRET, None, False, None)),
         ({"sp_advice_prompt": SECRET, "sp_edit": 1, "spec_tokens": 3}, (SECRET, None, True, 3)),
     ],
 )
-def test_what_each_key_asks(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
+def test_what_each_key_asks(given: dict[str, Any], expected: tuple[Any, ...] | None) -> None:
     assert plain(parse_options(given)) == expected
 
 
@@ -182,12 +190,14 @@ def attempt(given: dict[str, Any]) -> tuple[RequestOptions | None, RequestError 
 def test_any_json_is_read_or_refused(given: dict[str, Any]) -> None:
     options, error = attempt(given)
     if error is not None:
-        assert error.field in KEYS or error.field.lower().startswith(("sp", '"sp'))
+        assert error.field in KEYS or error.field.lower().startswith(("sp", '"sp', "force_"))
         assert str(error).startswith(error.field)
         return
-    assert (options is None) == all(given.get(key) is None for key in KEYS)
+    assert (options is None) == all(given.get(key) in (None, False, "", []) for key in KEYS if key != "spec_tokens") * (
+        given.get("spec_tokens") is None
+    )
     if options is not None:
-        assert options.text is None or options.sp_advice_prompt_token_ids is None
+        assert options.text is None or not options.sp_advice_prompt_token_ids
 
 
 @pytest.mark.parametrize(
@@ -195,7 +205,9 @@ def test_any_json_is_read_or_refused(given: dict[str, Any]) -> None:
     [
         (ResolvedOptions(), None),
         (
-            ResolvedOptions(token_ids=np.array([3, 0, 2**31 - 1], np.int32), edit=True, max_drafts=5, key="a-key"),
+            ResolvedOptions(
+                token_ids=np.array([3, 0, 2**31 - 1], np.int32), edit=True, max_drafts=5, counts_key="a-key"
+            ),
             [3, 0, 2**31 - 1],
         ),
         (ResolvedOptions(token_ids=np.array([], np.int32), max_drafts=0), []),
@@ -206,7 +218,7 @@ def test_resolved_options_arrive(sent: ResolvedOptions, token_ids: list[int] | N
     for wire in (sent.to_wire(), msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_wire()))):
         arrived = ResolvedOptions.from_wire(wire)
         assert arrived is not None
-        assert (arrived.edit, arrived.max_drafts, arrived.key) == (sent.edit, sent.max_drafts, sent.key)
+        assert (arrived.edit, arrived.max_drafts, arrived.counts_key) == (sent.edit, sent.max_drafts, sent.counts_key)
         if token_ids is None:
             assert arrived.token_ids is None
         else:

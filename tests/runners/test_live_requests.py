@@ -9,7 +9,7 @@ import pytest
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.requests.options import RESOLVED_ENTRY, ResolvedOptions
-from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests, limits
+from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 
 OPTIONS = SpecPlusOptions(method="ngram", num_speculative_tokens=4, min_ngram_size=3, max_ngram_size=7)
 NOTHING = {"requests": 0, "references": 0, "request_counts": 0}
@@ -48,13 +48,15 @@ def drafts(requests: LiveRequests, req_id: str, width: int = 99) -> list[int]:
 
 def test_a_request_is_known_until_it_ends() -> None:
     requests = new_requests()
-    requests.begin([new_request("a", [5, 6, 7], edit=True, max_drafts=3), new_request("b", max_drafts=2, key="key")])
+    requests.begin(
+        [new_request("a", [5, 6, 7], edit=True, max_drafts=3), new_request("b", max_drafts=2, counts_key="key")]
+    )
     a, b = request_of(requests, "a"), request_of(requests, "b")
     assert a.reference is not None
     assert a.reference.edit
     assert (a.reference.min_ngram_size, a.reference.max_ngram_size) == (3, 7)
-    assert (a.max_drafts, a.key) == (3, None)
-    assert (b.reference, b.max_drafts, b.key) == (None, 2, "key")
+    assert (a.max_drafts, a.counts_key) == (3, None)
+    assert (b.reference, b.max_drafts, b.counts_key) == (None, 2, "key")
     assert len(requests) == 2
     assert drafts(requests, "a") == [5, 6, 7]
     requests.finish({"a"})
@@ -100,9 +102,9 @@ def test_an_empty_reference_is_a_reference() -> None:
 def test_a_request_that_comes_back_goes_on_where_it_was() -> None:
     """Model Runner V2 begins a preempted request anew."""
     requests = new_requests()
-    requests.begin([new_request("a", [5, 6], key="key")])
+    requests.begin([new_request("a", [5, 6], counts_key="key")])
     before = request_of(requests, "a")
-    requests.begin([new_request("a", [5, 6], key="key"), new_request("b")])
+    requests.begin([new_request("a", [5, 6], counts_key="key"), new_request("b")])
     assert request_of(requests, "a") is before
     requests.finish({"a"})
     assert requests.counts.collect("key") == {"num_requests": 1, "num_steps": 0, "accepted": 0, "rejected": 0}
@@ -111,7 +113,9 @@ def test_a_request_that_comes_back_goes_on_where_it_was() -> None:
 
 def test_sizes_go_back_to_zeros() -> None:
     requests = new_requests()
-    requests.begin([new_request("a", [5], key="key"), new_request("b", max_drafts=1), new_request("c", key="key")])
+    requests.begin(
+        [new_request("a", [5], counts_key="key"), new_request("b", max_drafts=1), new_request("c", counts_key="key")]
+    )
     assert requests.sizes() == {"requests": 3, "references": 1, "request_counts": 1}
     requests.finish({"a", "b", "unknown"})
     requests.finish({"a"})
@@ -134,7 +138,7 @@ def test_what_was_cut_off_is_logged_once(warns: bool, log: pytest.LogCaptureFixt
 def test_a_request_that_begins_anew_asks_anew() -> None:
     """A session goes on with other parameters, or a client uses an id again; the old counts end."""
     requests = new_requests()
-    requests.begin([new_request("a", [5, 6], key="old")])
+    requests.begin([new_request("a", [5, 6], counts_key="old")])
     requests.begin([new_request("a", [7])])
     assert drafts(requests, "a") == [7]
     assert requests.counts.collect("old") is not None
@@ -143,7 +147,7 @@ def test_a_request_that_begins_anew_asks_anew() -> None:
     assert requests.sizes() == NOTHING
 
 
-WIRE = ResolvedOptions(token_ids=np.array([5, 6], np.int32), max_drafts=3, key="key").to_wire()
+WIRE = ResolvedOptions(token_ids=np.array([5, 6], np.int32), max_drafts=3, counts_key="key").to_wire()
 
 
 @pytest.mark.parametrize(
@@ -169,7 +173,7 @@ WIRE = ResolvedOptions(token_ids=np.array([5, 6], np.int32), max_drafts=3, key="
         WIRE | {"max_drafts": "3"},
         WIRE | {"max_drafts": -1},
         WIRE | {"edit": 2},
-        WIRE | {"key": ["key"]},
+        WIRE | {"counts_key": ["key"]},
         WIRE | {"num_cut": None},
     ],
 )
@@ -183,11 +187,12 @@ def test_what_a_client_has_forged_is_not_read(forged: Any) -> None:
     assert requests.sizes() == NOTHING | {"requests": 1, "references": 1}
 
 
-def test_limits_are_the_requests_within_the_width() -> None:
+def test_the_most_drafts_are_the_requests_within_the_width() -> None:
     requests = new_requests()
     requests.begin([new_request("none", max_drafts=0), new_request("some", max_drafts=3), new_request("any", [5])])
-    allowed = limits(requests, ["some", "stranger", "none", "any"], 4)
+    allowed = requests.max_drafts(["some", "stranger", "none", "any"], 4)
     assert allowed.dtype == np.int64
     assert allowed.tolist() == [3, 4, 0, 4]
-    assert limits(requests, ["some", "any"], 2).tolist() == [2, 2]
-    assert limits(requests, [], 2).tolist() == []
+    assert requests.max_drafts(["some", "any"], 2).tolist() == [2, 2]
+    assert requests.max_drafts([], 2).tolist() == []
+    assert requests.without_drafts() == ["none"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_specplus.runners import request_counts
-from vllm_specplus.runners.request_counts import RequestCounts, count_step
+from vllm_specplus.runners.request_counts import RequestCounts, count_drafts
 from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, by_source
 
 NOTHING = {"num_requests": 1, "num_steps": 0, "accepted": 0, "rejected": 0}
@@ -34,15 +34,15 @@ def test_sources_have_their_places() -> None:
 )
 def test_a_step_is_counted(num_model: int, drafted: int, accepted: int, expected: tuple[list[int], ...]) -> None:
     counts = new_counts()
-    count_step(counts, *map(np.array, ([num_model], [SUFFIX], [drafted], [accepted])))
+    count_drafts(counts, *map(np.array, ([num_model], [SUFFIX], [drafted], [accepted])))
     assert counts[:, [MODEL, SUFFIX]].reshape(4, 4).tolist() == list(expected)
     assert counts.sum() == drafted + accepted
 
 
 def test_steps_add_up_by_source_and_position() -> None:
     counts = new_counts(3)
-    count_step(counts, *map(np.array, ([1, 0], [NGRAM, REFERENCE], [3, 2], [2, 2])))
-    count_step(counts, *map(np.array, ([1], [NGRAM], [1], [0])))
+    count_drafts(counts, *map(np.array, ([1, 0], [NGRAM, REFERENCE], [3, 2], [2, 2])))
+    count_drafts(counts, *map(np.array, ([1], [NGRAM], [1], [0])))
     none = [0, 0, 0]
     assert by_source(counts) == {
         "drafted": {"model": [2, 0, 0], "ngram": [0, 1, 1], "suffix": none, "reference": [1, 1, 0], "unfilled": none},

@@ -58,6 +58,13 @@ def play_with_passes(prices: StepPrices, clock: SimpleNamespace, num_steps: int,
         clock.time += 1.5
 
 
+def play_prompts(prices: StepPrices, num_steps: int, seconds: float) -> None:
+    """Steps with prompts, in which two passes take some seconds."""
+    for _ in range(num_steps):
+        prices.begin_step(step(0, new=True))
+        prices.add_passes(2, seconds)
+
+
 def test_slots_cost_what_the_clock_tells(clock: SimpleNamespace) -> None:
     prices = StepPrices()
     play(prices, clock, 300)
@@ -76,9 +83,9 @@ def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
 def test_passes_over_prompts_are_told_once(clock: SimpleNamespace) -> None:
     prices = StepPrices()
     play(prices, clock, 8)
-    prices.begin_step(step(0, new=True))
-    prices.add_passes(2, 2.8)
+    play_prompts(prices, 3, 2.8)
     found = prices.agree(1)
+    # The first two may have compiled something.
     assert found.prompt_passes == pytest.approx(2.8 / 1.35, rel=0.05)
     assert found.first_pass == pytest.approx(StepPrices().agree(1).first_pass * found.step)
     assert [prices.agree(1).prompt_passes for _ in range(8)][-1] == 0
@@ -88,6 +95,7 @@ def test_all_requests_wait_for_passes_over_a_prompt(clock: SimpleNamespace) -> N
     """What usual passes take is charged elsewhere."""
     prices = StepPrices()
     play_with_passes(prices, clock, 20, num_drafts=0)
+    play_prompts(prices, 2, 2.5)
     with_prompt = step(0, new=True)
     with_prompt.num_scheduled_tokens |= {"b": 1, "c": 50}
     prices.begin_step(with_prompt)
@@ -95,10 +103,26 @@ def test_all_requests_wait_for_passes_over_a_prompt(clock: SimpleNamespace) -> N
     assert prices.agree(3).prompt_passes == pytest.approx((2.5 - 0.5) * 3)
 
 
+def test_expected_passes_never_take_all_of_a_step(clock: SimpleNamespace) -> None:
+    """Their usual time may be more than they took."""
+    prices = StepPrices()
+    for _ in range(3):
+        prices.add_past_passes(2, 5.0, 1, is_counted=True)
+    for num_drafts in range(9):
+        prices.begin_step(step(num_drafts))
+        prices.expect_passes(2)
+        prices.add_tokens(2)
+        clock.time += 1 + 0.1 * num_drafts
+    play_prompts(prices, 3, 9.0)
+    found = prices.agree(1)
+    assert 0 < found.step < 2
+    assert found.slot >= 0
+    assert found.prompt_passes > 0
+
+
 def test_nothing_is_charged_before_a_step_is_known(clock: SimpleNamespace) -> None:
     prices = StepPrices()
-    prices.begin_step(step(0, new=True))
-    prices.add_passes(1, 3.0)
+    play_prompts(prices, 3, 3.0)
     assert prices.agree(1).prompt_passes == 0
     clock.time += 3.0
     play(prices, clock, 2)

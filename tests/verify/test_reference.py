@@ -197,7 +197,7 @@ def test_topp_verify_window() -> None:
     # A bonus row holds no draft, whatever stands there.
     assert run(rows, [1, 0, 0], on_bonus_row=0, verify_window=3, **options) == [0]
     assert run(rows[:2], [1], on_bonus_row=0, verify_window=1, **options) == [0]
-    # Temperature 0 is greedy: a second choice never passes.
+    # Temperature 0 is greedy: a second choice is never accepted.
     assert run(rows, [1, 0, 0], temperature=0.0, verify_window=1, **options) == [0]
 
 

@@ -128,7 +128,7 @@ SCHEDULER_SEAMS = (
         "vllm.config.parallel",
         "ParallelConfig",
         "data_parallel_size pipeline_parallel_size",
-        "read: whether steps may have different lengths",
+        "read: whether steps may have different widths",
     ),
     *_members(
         "vllm.engine.arg_utils",
@@ -142,7 +142,7 @@ SCHEDULER_SEAMS = (
     Seam(f"{_SCHED}.async_scheduler", "AsyncScheduler", "subclassed: chooses how many slots a step has"),
     Seam(f"{_SCHED}.scheduler", "Scheduler", "called: what runs with synchronous scheduling"),
     Seam(f"{_SCHED}.scheduler", "Scheduler.__init__", "extended", ("vllm_config",)),
-    Seam(f"{_SCHED}.scheduler", "Scheduler.schedule", "extended: the length is chosen before each step"),
+    Seam(f"{_SCHED}.scheduler", "Scheduler.schedule", "extended: the width is chosen before each step"),
     Seam(
         f"{_SCHED}.scheduler",
         "Scheduler.update_from_output",
@@ -150,14 +150,14 @@ SCHEDULER_SEAMS = (
         ("scheduler_output", "model_runner_output"),
         is_exact=True,
     ),
-    Seam(f"{_SCHED}.scheduler", "Scheduler.dynamic_sd_lookup", "set: the length of the next step, by batch size"),
+    Seam(f"{_SCHED}.scheduler", "Scheduler.dynamic_sd_lookup", "set: the width of the next step, by batch size"),
     *_members(f"{_SCHED}.scheduler", "Scheduler", "requests running", "read"),
     *_members("vllm.v1.request", "Request", "request_id is_prefill_chunk is_finished", "read"),
     Seam("vllm.v1.outputs", "ModelRunnerOutput.req_id_to_index", "read: the accepted drafts"),
     Seam(
         "vllm.v1.spec_decode.dynamic.utils",
         "build_dynamic_sd_schedule_lookup",
-        "relied on: vLLM captures graphs for each length that it names",
+        "relied on: vLLM captures graphs for each width that it names",
         ("num_speculative_tokens_per_batch_size", "vllm_max_batch_size", "vllm_num_speculative_tokens"),
         is_exact=True,
     ),
@@ -180,6 +180,26 @@ REQUEST_SEAMS = (
             ("sampling_params",),
         )
         for module in ("vllm.v1.sample.logits_processor.interface", f"{_V2_SAMPLE}.logits_processor.interface")
+    ),
+    *(
+        Seam(
+            f"vllm.entrypoints.openai.{kind}.protocol",
+            f"{name}.to_sampling_params",
+            "wrapped in a server: refuses fields that no middleware has read",
+        )
+        for kind, name in (("chat_completion", "ChatCompletionRequest"), ("completion", "CompletionRequest"))
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor.add_request",
+        "wrapped once a request asks for `aux_info`: notes the request",
+        ("request", "prompt", "parent_req"),
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor.process_outputs",
+        "wrapped once a request asks for `aux_info`: counts its steps",
+        ("engine_core_outputs",),
     ),
     Seam("vllm.v1.sample.logits_processor", "LogitsProcessor", "subclassed by the class that checks requests"),
     Seam(f"{_V2_SAMPLE}.logits_processor", "LogitsProcessor", "subclassed by the class that checks requests"),

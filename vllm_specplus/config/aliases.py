@@ -10,9 +10,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from vllm_specplus.config.dialects import (
+    DIALECT_KEY,
+    DIALECTS,
+    FASTDEPLOY,
+    LOWERED_KEYS,
+    PADDLENLP,
+    RTP_LLM,
+    dialect_of,
+)
 from vllm_specplus.config.errors import choices, nearest, not_allowed_error, setting, show
-
-FASTDEPLOY, PADDLENLP, RTP_LLM = "FastDeploy", "PaddleNLP", "RTP-LLM"
+from vllm_specplus.config.quantizations import quantization_named, vllm_name
 
 
 @dataclass(frozen=True)
@@ -21,7 +29,7 @@ class Alias:
 
     target: the canonical key that it stands for; None: it is ignored, for the reason `why`.
     values: the other engine's value -> the value here; other values are refused. None: values stay as they are.
-    open_values: values that are not in `values` stay as they are, and are checked under the target key.
+    off_values: values that ask for no speculation.
     implies: keys that the other engine sets with this one, unless the user sets them.
     """
 
@@ -29,7 +37,7 @@ class Alias:
     key: str
     target: str | None
     values: Mapping[str, str] | None = None
-    open_values: bool = False
+    off_values: tuple[Any, ...] = ()
     implies: tuple[tuple[str, Any], ...] = ()
     why: str = ""
 
@@ -44,15 +52,10 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
                 "speculate_method",
                 "method",
                 values={"inference_with_reference": "ngram", "mtp": "mtp", "eagle": "eagle"},
+                off_values=(None, "None"),
             ),
             Alias(PADDLENLP, "speculate_max_draft_token_num", "num_speculative_tokens"),
-            # PaddleNLP tries every n-gram size from this one down to one token.
-            Alias(
-                PADDLENLP,
-                "speculate_max_ngram_size",
-                "max_ngram_size",
-                implies=(("min_ngram_size", 1),),
-            ),
+            Alias(PADDLENLP, "speculate_max_ngram_size", "max_ngram_size"),
             Alias(PADDLENLP, "speculate_verify_window", "verify_window", implies=_TOPP),
             Alias(PADDLENLP, "speculate_max_candidate_len", "max_candidate_len", implies=_TOPP),
             Alias(PADDLENLP, "draft_model_name_or_path", "model"),
@@ -69,20 +72,17 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
                 "method",
                 values={
                     "vanilla": "draft_model",
-                    "deterministic": "ngram",
+                    "deterministic": "naive",
                     "mtp": "mtp",
+                    "eagle": "eagle",
                     "eagle3": "eagle3",
+                    "dspark": "dspark",
                 },
+                off_values=(None, "", "none"),
             ),
             Alias(RTP_LLM, "gen_num_per_cycle", "num_speculative_tokens"),
             Alias(RTP_LLM, "sp_checkpoint_path", "model"),
-            Alias(
-                RTP_LLM,
-                "sp_quantization",
-                "quantization",
-                values={"FP8": "fp8", "FP8_PER_BLOCK": "fp8_per_block"},
-                open_values=True,
-            ),
+            Alias(RTP_LLM, "sp_quantization", "quantization"),
             Alias(RTP_LLM, "sp_min_token_match", "min_ngram_size"),
             Alias(RTP_LLM, "sp_max_token_match", "max_ngram_size"),
             Alias(
@@ -90,6 +90,25 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
                 "sp_model_type",
                 None,
                 why="vLLM reads the model type from the draft checkpoint",
+            ),
+            Alias(RTP_LLM, "sp_act_type", None, why="vLLM reads the draft model's type from the target's dtype"),
+            Alias(
+                RTP_LLM,
+                "tree_decode_config",
+                None,
+                why="vLLM verifies chains of drafts, no trees",
+            ),
+            Alias(
+                RTP_LLM,
+                "force_stream_sample",
+                None,
+                why="vLLM samples a batch at once, with each request's own parameters",
+            ),
+            Alias(
+                RTP_LLM,
+                "force_score_context_attention",
+                None,
+                why="vLLM chooses the attention kernel of the verification itself",
             ),
         )
     }
@@ -102,25 +121,34 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
         "prompt_lookup_min": "min_ngram_size",
     }
 )
-# Names that Paddle's engines give their own weight formats; no vLLM kernel reads those.
-PADDLE_QUANTIZATIONS = frozenset(
+OTHER_SPELLINGS: Mapping[str, str] = MappingProxyType(
     {
-        "a8w8",
-        "a8w8_fp8",
-        "a8w8c8",
-        "block_wise_fp8",
-        "mix_quant",
-        "tensor_wise_fp8",
-        "w4a8",
-        "w4afp8",
-        "weight_only_int4",
-        "weight_only_int8",
-        "wfp8afp8",
-        "wint2",
-        "wint4",
-        "wint8",
+        "SPECULATE_METHOD": "speculate_method",
+        "SPECULATE_MAX_DRAFT_TOKEN_NUM": "speculate_max_draft_token_num",
+        "SPECULATE_MAX_NGRAM_SIZE": "speculate_max_ngram_size",
+        "SPECULATE_MODEL_PATH": "draft_model_name_or_path",
+        "SPECULATE_MODEL_QUANT_TYPE": "draft_model_quant_type",
+        "SP_TYPE": "sp_type",
+        "SP_CHECKPOINT_PATH": "sp_checkpoint_path",
+        "SP_MODEL_TYPE": "sp_model_type",
+        "SP_QUANTIZATION": "sp_quantization",
+        "SP_ACT_TYPE": "sp_act_type",
+        "SP_MIN_TOKEN_MATCH": "sp_min_token_match",
+        "SP_MAX_TOKEN_MATCH": "sp_max_token_match",
+        # RTP-LLM spells its variable in this way.
+        "GEN_NUM_PER_CIRCLE": "gen_num_per_cycle",
     }
 )
+"""Environment variables of the other systems, and the keys that they stand for. No config key is spelt so."""
+OFF = "<off>"
+"""The method of a config that asks for no speculation. No user can write it: no method of vLLM's has such a name."""
+INPUT_LOOKUP_KEY = "sp_input_lookup"
+"""Asks `sp_type` deterministic to search the request's own text too."""
+
+
+def meant_key(name: str, known: Iterable[str]) -> str | None:
+    """The key that an unknown name most likely stands for, or None."""
+    return OTHER_SPELLINGS.get(name.upper()) or nearest(name.lower(), known)
 
 
 @dataclass
@@ -128,12 +156,20 @@ class NormalisedConfig:
     """A config under canonical keys.
 
     values: canonical key -> value. spellings: canonical key -> the user's names for it, with the user's values; none
-    for an implied value. notes: lines on keys that were rewritten or ignored.
+    for an implied value. notes: lines on keys that were rewritten or ignored. dialect: the value of that key.
+    system: whose defaults hold.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     spellings: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    dialect: str | None = None
+    system: str | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the config asks for no speculation."""
+        return bool(self.values.get("method") == OFF)
 
     def names(self, key: str) -> list[str]:
         """The names under which the user wrote the canonical `key`."""
@@ -170,52 +206,172 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def normalise(items: Iterable[tuple[str, Any]]) -> NormalisedConfig:
-    """Rewrite the (key, value) pairs of a config to canonical keys.
+    """Rewrite the (key, value) pairs of a config to canonical keys, with the defaults of the system that they name.
 
     A key may come more than once (``num-model-steps`` and ``num_model_steps``); equal values merge.
 
     Raises:
         SpecPlusConfigError: values conflict, or a value of another engine's has no counterpart here.
     """
-    result = NormalisedConfig()
+    items = list(items)
+    dialect = _dialect(items)
+    looks_up_input = _looks_up_input(items)
+    result = NormalisedConfig(dialect=dialect)
     rewritten: dict[str, list[str]] = {}
     implied: dict[str, Any] = {}
     for name, value in items:
+        if name in (DIALECT_KEY, INPUT_LOOKUP_KEY):
+            continue
         alias = ALIASES.get(name)
         if alias is None:
-            key, ours = SYNONYMS.get(name, name), value
-            if name == "method" and isinstance(value, str) and value in METHOD_ALIASES:
-                system, ours = METHOD_ALIASES[value]
+            key, (system, ours) = SYNONYMS.get(name, name), _our_value(name, value, dialect)
+            if system is not None:
                 rewritten.setdefault(system, []).append(f"{setting(name, value)} -> {show(ours)}")
             result.add(key, ours, name, value)
         elif alias.target is None:
             result.notes.append(f"{alias.system}'s {setting(name, value)} is ignored: {alias.why}")
         else:
             ours = _translate(alias, value)
+            if ours == OFF:
+                result.notes.append(f"{alias.system}'s {setting(name, value)} asks for no speculation")
+            elif name == "sp_type" and ours == "naive" and looks_up_input:
+                ours = "ngram"
             result.add(alias.target, ours, name, value)
+            if ours != OFF:
+                what = f"{setting(name, value)} -> {setting(alias.target, ours)}"
+                rewritten.setdefault(alias.system, []).append(what)
             implied.update(alias.implies)
-            rewritten.setdefault(alias.system, []).append(f"{setting(name, value)} -> {setting(alias.target, ours)}")
-    for key, value in implied.items():
-        if result.values.get(key) is None:
-            result.values[key] = value
-            result.spellings.pop(key, None)
-            result.notes.insert(0, f"{setting(key, value)}, which those options imply")
+    if not result.is_off:
+        _drop_idle_match_lengths(result)
+        system = result.system = _system(items, dialect)
+        defaults = _fill_in(result, implied, "which those options imply")
+        defaults += _fill_in(result, _defaults(result, system, is_asked=dialect is not None), f"{system}'s defaults")
+        result.notes[:0] = [*defaults, *_quantization_notes(result)]
     result.notes[:0] = [f"{system} options mapped: {', '.join(lines)}" for system, lines in rewritten.items()]
     return result
 
 
+def _dialect(items: list[tuple[str, Any]]) -> str | None:
+    """The value of the key ``dialect``; None if it is not set."""
+    value = dict(items).get(DIALECT_KEY)
+    if value is None or (isinstance(value, str) and value in DIALECTS):
+        return value
+    meant = nearest(value, DIALECTS, cutoff=0.6)
+    hint = f"; did you mean {show(meant)}?" if meant else ""
+    raise not_allowed_error(setting(DIALECT_KEY, value), f"expected one of {choices(DIALECTS)}{hint}")
+
+
+def _looks_up_input(items: list[tuple[str, Any]]) -> bool:
+    values = dict(items)
+    value = values.get(INPUT_LOOKUP_KEY)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise not_allowed_error(setting(INPUT_LOOKUP_KEY, value), "expected true or false")
+    if str(values.get("sp_type")).lower() != "deterministic":
+        raise not_allowed_error(setting(INPUT_LOOKUP_KEY, value), 'it acts only with sp_type="deterministic"')
+    return value
+
+
+def _system(items: list[tuple[str, Any]], dialect: str | None) -> str | None:
+    """The one system whose defaults hold; None: none is named, or more than one.
+
+    Raises:
+        SpecPlusConfigError: `dialect` asks for one system, and a key is another's.
+    """
+    names: dict[str, str] = {}
+    for name, value in items:
+        if name in ALIASES:
+            names.setdefault(ALIASES[name].system, setting(name, value))
+        elif name == "method" and isinstance(value, str) and value.lower() in METHOD_ALIASES:
+            names.setdefault(METHOD_ALIASES[value.lower()][0], setting(name, value))
+    if dialect is None:
+        return next(iter(names)) if len(names) == 1 else None
+    for system, what in names.items():
+        if system != DIALECTS[dialect].system:
+            raise not_allowed_error(
+                f"{setting(DIALECT_KEY, dialect)} with {what}", f"that name is {system}'s: {dialect_of(system)}"
+            )
+    return DIALECTS[dialect].system
+
+
+def _defaults(config: NormalisedConfig, system: str | None, *, is_asked: bool) -> dict[str, Any]:
+    """The defaults that a system has for a config, for keys which that leaves out."""
+    found: dict[str, Any] = {}
+    for default in DIALECTS[dialect_of(system)].defaults if system else ():
+        if (is_asked or default.by_name) and default.when(config.values):
+            found[default.key] = default.value
+    return found
+
+
+def _fill_in(config: NormalisedConfig, values: Mapping[str, Any], says: str) -> list[str]:
+    """Set keys that the user has left out; a note that names them, if there are any."""
+    new = {key: value for key, value in values.items() if config.values.get(key) is None}
+    for key, value in new.items():
+        config.values[key] = value
+        config.spellings.pop(key, None)
+    return [f"{', '.join(setting(key, value) for key, value in new.items())}: {says}"] if new else []
+
+
+def _drop_idle_match_lengths(config: NormalisedConfig) -> None:
+    """Ignore RTP-LLM's match lengths beside a draft model, as RTP-LLM does."""
+    types = [value for name, value in config.spellings.get("method", ()) if name == "sp_type"]
+    if not types or config.values["method"] in ("naive", "ngram"):
+        return
+    for key in ("max_ngram_size", "min_ngram_size"):
+        spellings = config.spellings.get(key, [])
+        if spellings and all(name in ALIASES for name, _ in spellings):
+            del config.values[key], config.spellings[key]
+            what = f"{RTP_LLM}'s {setting(*spellings[0])} is ignored"
+            config.notes.append(f'{what}: it acts only with sp_type="deterministic"')
+
+
+def _quantization_notes(config: NormalisedConfig) -> list[str]:
+    for name, value in config.spellings.get("quantization", ()):
+        known = quantization_named(value)
+        if known is not None and known.target is not None and known.says:
+            return [f"{setting(name, value)}: {known.says}"]
+    return []
+
+
+def _our_value(name: str, value: Any, dialect: str | None) -> tuple[str | None, Any]:
+    """A value of a key that is no alias, and the system that calls it otherwise; None: it stays as it is."""
+    if not isinstance(value, str):
+        return None, value
+    system, ours = None, value
+    if dialect is not None and name in LOWERED_KEYS and value != value.lower():
+        system, ours = DIALECTS[dialect].system, value.lower()
+    if name == "method" and ours in METHOD_ALIASES:
+        return METHOD_ALIASES[ours]
+    if name == "quantization" and (translated := vllm_name(value)) is not None:
+        known = quantization_named(value)
+        return (RTP_LLM if known is None else known.system), translated
+    return system, ours
+
+
 def _translate(alias: Alias, value: Any) -> Any:
+    if value in alias.off_values if isinstance(value, str | None) else False:
+        return OFF
+    if alias.target == "quantization":
+        return vllm_name(value) or value
     if alias.values is None:
         return value
-    if isinstance(value, str) and value in alias.values:
-        return alias.values[value]
-    if alias.open_values:
-        return value
+    if isinstance(value, str) and value.lower() in alias.values:
+        return alias.values[value.lower()]
     meant = nearest(value, alias.values)
     hint = f"; did you mean {show(meant)}?" if meant else ""
     raise not_allowed_error(setting(alias.key, value), f"expected one of {choices(alias.values)}{hint}")
 
 
+def translated(name: str, value: Any, dialect: str | None = None) -> tuple[str, str, Any] | None:
+    """The system, the key here and the value here of another engine's key or value; None if it is none, or ignored."""
+    alias = ALIASES.get(name)
+    if alias is not None:
+        return None if alias.target is None else (alias.system, alias.target, _translate(alias, value))
+    system, ours = _our_value(name, value, dialect)
+    return None if system is None else (system, SYNONYMS.get(name, name), ours)
+
+
 def is_foreign(name: str, value: Any) -> bool:
-    """Whether this key, or this value of ``method``, is another engine's."""
-    return name in ALIASES or (name == "method" and isinstance(value, str) and value in METHOD_ALIASES)
+    """Whether this key, or this value of ``method`` or ``quantization``, is another engine's."""
+    return name in ALIASES or _our_value(name, value, None)[0] is not None

@@ -4,12 +4,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specplus.config.aliases import ALIASES, METHOD_ALIASES, SYNONYMS, normalise
+from vllm_specplus.config.aliases import (
+    ALIASES,
+    INPUT_LOOKUP_KEY,
+    OFF,
+    SYNONYMS,
+    NormalisedConfig,
+    normalise,
+    translated,
+)
+from vllm_specplus.config.dialects import DIALECT_KEY, DIALECTS
 from vllm_specplus.config.errors import setting, show
 from vllm_specplus.config.keys import NAIVE, NGRAM_KEYS, SUFFIX_KEYS, real_method
 from vllm_specplus.config.options import SpecPlusOptions
 from vllm_specplus.config.resolve import Resolved
-from vllm_specplus.config.rules import METHODS_WITHOUT_MODEL
+from vllm_specplus.config.rules import METHODS_WITHOUT_MODEL, VLLM_NGRAM_SIZE
 from vllm_specplus.config.stock_keys import StockKeys, stock_keys
 from vllm_specplus.strategies import POLICY_EFFECTS, TRAITS
 
@@ -31,18 +40,23 @@ class _Config:
     """One config that the sentences are about.
 
     method: None where vLLM chooses it. options: None where vLLM does it all. stock: what the installed vLLM knows.
+    config: the keys under their own names.
     """
 
     method: str | None
     options: SpecPlusOptions | None
     stock: StockKeys
+    config: NormalisedConfig
 
     def uses(self, key: str) -> bool:
         """Whether something reads this key of the n-gram or the suffix match."""
         strategy = None if self.options is None else self.options.mtp_strategy
         if key in SUFFIX_KEYS:
             return self.method == "suffix" or strategy == "with_suffix"
-        return self.method in ("ngram", "ngram_gpu") or strategy == "with_ngram"
+        if key == "ngram_match_order":
+            return self.options is not None and self.options.drafts_ngrams
+        drafts = self.options is not None and self.options.drafts_from_history
+        return self.method in ("ngram", "ngram_gpu") or drafts
 
     @property
     def is_idle(self) -> bool:
@@ -63,8 +77,9 @@ def explain(raw: Mapping[str, Any], resolved: Resolved) -> list[str]:
     """One line for each key of `raw`, which `resolve` has resolved to `resolved`."""
     items = [(key.replace("-", "_"), value) for key, value in raw.items()]
     stock = stock_keys()
-    method = real_method(normalise(items).values.get("method"), stock)
-    config = _Config(method, resolved.options, stock)
+    normalised = normalise(items)
+    method = real_method(normalised.values.get("method"), stock)
+    config = _Config(method, resolved.options, stock, normalised)
     return [f"{setting(name, value)} {_sentence(config, name, value)}." for name, value in items]
 
 
@@ -72,23 +87,27 @@ def _sentence(config: _Config, name: str, value: Any) -> str:
     alias = ALIASES.get(name)
     if alias is not None and alias.target is None:
         return f"is ignored: {alias.why}"
-    if value is None:
+    if config.method == OFF:
+        return "asks for no speculation" if (alias and alias.target == "method") else _NO_EFFECT
+    if value is None and name != "max_candidate_len":
         return "is the same as leaving it out"
     key, meaning = SYNONYMS.get(name, name), value
     prefix = ""
-    if alias is not None and alias.target is not None:
-        key, meaning = alias.target, (alias.values or {}).get(value, value)
-        prefix = f"is {alias.system}'s name for {setting(key, meaning)}, which "
-    elif name == "method" and value in METHOD_ALIASES:
-        system, meaning = METHOD_ALIASES[value]
+    found = translated(name, value, config.config.dialect)
+    if found is not None:
+        system, key, meaning = found
+        if key == "method":
+            meaning = config.config.values[key]
         prefix = f"is {system}'s name for {setting(key, meaning)}, which "
     elif key != name and name not in config.stock.keys:
         prefix = f"is a synonym of {key}, which "
+    if key not in config.config.values and key not in (DIALECT_KEY, INPUT_LOOKUP_KEY):
+        return f"is ignored: {_NO_EFFECT}"
     return prefix + _effect(config, key, meaning)
 
 
 def _effect(config: _Config, key: str, value: Any) -> str:
-    if key in (*NGRAM_KEYS, *SUFFIX_KEYS) and not config.uses(key):
+    if key in (*NGRAM_KEYS, "ngram_match_order", *SUFFIX_KEYS) and not config.uses(key):
         return _NO_EFFECT
     if key in ("model", "quantization") and config.method in METHODS_WITHOUT_MODEL:
         return f"{_NO_EFFECT}: method {config.method} has no draft model"
@@ -118,6 +137,8 @@ def _method(config: _Config, value: Any) -> str:
             return "drafts from a request's reference text alone"
         return "drafts nothing"
     by = _METHODS.get(method, f"vLLM's drafter of that name drafts (method {method})")
+    if method in ("ngram", "ngram_gpu") and not set(NGRAM_KEYS) & config.config.values.keys():
+        by += f"; a match has exactly {VLLM_NGRAM_SIZE} tokens, as vLLM's default is"
     if options is None:
         return f"is run by vLLM alone: {by}"
     if options.is_hybrid and not options.adaptive:
@@ -159,6 +180,12 @@ def _strategy(config: _Config, value: Any) -> str:
     return f"{_NO_EFFECT}: the model fills every slot"
 
 
+def _with_reference(config: _Config) -> str:
+    """The rest of a sentence on n-gram sizes, where no n-gram of the request's own text drafts."""
+    options = config.options
+    return "" if options is None or options.drafts_ngrams else ", and acts on a request's reference alone"
+
+
 def _override(config: _Config, value: Any) -> str:
     if not value:
         return "keeps the model's drafts, however long a match is"
@@ -195,13 +222,26 @@ def _verify_strategy(config: _Config, value: Any) -> str:
     return f"{traits.effect}; {'lossy where a request samples' if traits.loss else 'lossless'}"
 
 
+def _dialect(config: _Config, value: Any) -> str:
+    return f"takes {DIALECTS[value].system}'s defaults for what is left out"
+
+
+def _order(config: _Config, value: Any) -> str:
+    which = "the earliest occurrence, so the prompt's come first" if value == "first" else "the latest occurrence"
+    return f"takes {which}, where an n-gram occurs more than once"
+
+
 def _candidates(config: _Config, value: Any) -> str:
+    if value is None:
+        return "sets no limit: the whole nucleus is accepted"
     only = "the most likely token" if value == 1 else f"the {value} most likely tokens"
     verb = "samples" if config.is_idle or config.overrides_strategy else "accepts"
     return f"{verb} only {only} of the nucleus"
 
 
 def _window(config: _Config, value: Any) -> str:
+    if config.options is not None and config.options.max_candidate_len == 1:
+        return f"{_NO_EFFECT}: max_candidate_len is 1"
     if not value:
         return "saves no draft that fails"
     if config.is_idle:
@@ -227,8 +267,20 @@ _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
     "num_speculative_tokens": _tokens,
     "num_model_steps": _steps,
     "mtp_strategy": _strategy,
-    "max_ngram_size": lambda config, value: f"compares at most the last {_count(value, 'token')} of the text",
-    "min_ngram_size": lambda config, value: f"takes no match of fewer than {_count(value, 'token')}",
+    "max_ngram_size": lambda config, value: (
+        f"compares at most the last {_count(value, 'token')} of the text{_with_reference(config)}"
+    ),
+    "min_ngram_size": lambda config, value: (
+        f"takes no match of fewer than {_count(value, 'token')}{_with_reference(config)}"
+    ),
+    "ngram_match_order": _order,
+    DIALECT_KEY: _dialect,
+    INPUT_LOOKUP_KEY: lambda config, value: (
+        "searches the request's own text too" if value else "leaves the request's own text alone"
+    ),
+    "allow_force_accept": lambda config, value: (
+        "lets a request have all of its drafts accepted" if value else "refuses requests for all of their drafts"
+    ),
     "match_override_len": _override,
     "adaptive": _adaptive,
     "suffix_decoding_max_tree_depth": lambda config, value: (

@@ -7,19 +7,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_specplus.config.aliases import ALIASES, PADDLE_QUANTIZATIONS, SYNONYMS, NormalisedConfig
+from vllm_specplus.config.aliases import ALIASES, INPUT_LOOKUP_KEY, SYNONYMS, NormalisedConfig, meant_key
+from vllm_specplus.config.dialects import DIALECT_KEY
 from vllm_specplus.config.errors import (
     SpecPlusConfigError,
     choices,
     combined_error,
     config_error,
     keys_in_error,
-    nearest,
     not_allowed_error,
     schema_error,
     setting,
     show,
 )
+from vllm_specplus.config.quantizations import quantization_named, vllm_name
 from vllm_specplus.config.stock_keys import StockKeys
 from vllm_specplus.strategies import AcceptPolicy, VerifyStrategy
 
@@ -27,10 +28,13 @@ from vllm_specplus.strategies import AcceptPolicy, VerifyStrategy
 MAX_DRAFT_TOKENS = 128
 
 MtpStrategy = Literal["default", "with_ngram", "with_suffix"]
+NgramMatchOrder = Literal["recent", "first"]
 AtLeastOne = Annotated[int, Field(ge=1)]
 DraftTokens = Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
 DEFAULT_NGRAM_SIZES = (5, 2)
-"""The largest and the smallest n-gram size."""
+"""The largest and the smallest n-gram size; `ngram_sizes` of the rules has the cases in which others hold."""
+TOPP_DEFAULTS = {"max_candidate_len": 5, "verify_window": 2}
+"""FastDeploy's and PaddleNLP's limits of ``topp``, which hold where the user leaves them out."""
 
 
 class CommonKeys(BaseModel):
@@ -45,6 +49,7 @@ class CommonKeys(BaseModel):
     mtp_strategy: MtpStrategy = "default"
     max_ngram_size: AtLeastOne | None = None
     min_ngram_size: AtLeastOne | None = None
+    ngram_match_order: NgramMatchOrder = "recent"
     match_override_len: Annotated[int, Field(ge=0)] = 0
     adaptive: bool | None = None
     suffix_decoding_max_tree_depth: AtLeastOne = 24
@@ -55,6 +60,7 @@ class CommonKeys(BaseModel):
     max_candidate_len: AtLeastOne | None = None
     verify_window: Annotated[int, Field(ge=0)] = 0
     accept_policy: AcceptPolicy = "normal"
+    allow_force_accept: bool = False
 
 
 HYBRID_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
@@ -66,7 +72,7 @@ NGRAM_KEYS = ("max_ngram_size", "min_ngram_size")
 SUFFIX_KEYS = tuple(key for key in CommonKeys.model_fields if key.startswith("suffix_decoding_"))
 _VLLM_KEYS = ("method", "num_speculative_tokens", *SUFFIX_KEYS)
 OWN_KEYS = tuple(key for key in CommonKeys.model_fields if key not in _VLLM_KEYS)
-PLUGIN_NAMES = (*OWN_KEYS, *(name for name in SYNONYMS if name not in STOCK_NGRAM_KEYS))
+PLUGIN_NAMES = (*OWN_KEYS, DIALECT_KEY, INPUT_LOOKUP_KEY, *(name for name in SYNONYMS if name not in STOCK_NGRAM_KEYS))
 
 
 class UserKeys(CommonKeys):
@@ -135,7 +141,7 @@ def real_method(method: str | None, stock: StockKeys) -> str | None:
 def refuse_unknown_keys(config: NormalisedConfig, stock: StockKeys) -> None:
     """Raise SpecPlusConfigError if neither vLLM nor the plugin knows a key."""
     problems = [
-        unknown_key_error(config.setting(key), nearest(key, known_names(stock)))
+        unknown_key_error(config.setting(key), meant_key(key, known_names(stock)))
         for key in config.values
         if key not in known_names(stock)
     ]
@@ -211,21 +217,20 @@ def add_method_errors(config: NormalisedConfig, stock: StockKeys, problems: list
 
 
 def add_quantization_errors(config: NormalisedConfig, stock: StockKeys, problems: list[SpecPlusConfigError]) -> None:
-    """Add an error to `problems` for one of Paddle's quantizations, or an unknown one in a migration key.
+    """Add an error to `problems` for a quantization that vLLM lacks, or an unknown one in a migration key.
 
     Under vLLM's own key an unknown name passes: another plugin may register it with vLLM.
     """
     value = config.values.get("quantization")
     if not isinstance(value, str) or value in stock.quantizations:
         return
+    what = config.setting("quantization")
     vllm_has = f"vLLM's quantization methods are {choices(stock.quantizations)}"
-    if value.lower() in PADDLE_QUANTIZATIONS:
-        what = config.setting("quantization")
-        problems.append(not_allowed_error(what, f"{value} is Paddle's; {vllm_has}"))
+    known = quantization_named(value)
+    written = [one for _, one in config.spellings.get("quantization", ())]
+    if known is not None and known.target is None:
+        problems.append(not_allowed_error(what, f"{value} is {known.system}'s. {known.says}; {vllm_has}"))
+    elif any(vllm_name(one) == value for one in written):
+        problems.append(not_allowed_error(what, f"it stands for {value}, which this vLLM lacks; {vllm_has}"))
     elif config.names("quantization") != ["quantization"]:
-        name = config.names("quantization")[0]
-        translated = tuple((ALIASES[name].values or {}) if name in ALIASES else ())
-        also = f"{choices(translated)}, or a name of vLLM's; " if translated else ""
-        problems.append(
-            not_allowed_error(config.setting("quantization"), f"{also}{vllm_has}; {show(value)} is none of them")
-        )
+        problems.append(not_allowed_error(what, f"{vllm_has}; {show(value)} is none of them"))

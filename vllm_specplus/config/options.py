@@ -20,12 +20,14 @@ class SpecPlusOptions(CommonKeys):
 
     num_model_steps: the most forward passes of the draft model in a hybrid; None elsewhere.
     mtp_strategy: what drafts from history beside the draft model.
+    ngram_match_order: which of several occurrences of an n-gram wins: the latest, or the first.
     match_override_len: in a hybrid, a match of at least this many tokens replaces the model's drafts; 0: never.
     adaptive: whether each step drafts what earns most; else a fixed rule joins the sources.
     suffix_decoding_*: as vLLM's keys; -1 cached requests are no limit.
     verify_strategy: None: vLLM's own verification.
     max_candidate_len: for ``topp``, the candidates of a row; None: the whole nucleus.
     verify_window: for ``topp``, the drafts after a second choice that must be first choices; 0: off.
+    allow_force_accept: whether a request may have all of its drafts accepted.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
@@ -55,6 +57,11 @@ class SpecPlusOptions(CommonKeys):
         return self.mtp_strategy == "with_ngram" or self.method == "ngram"
 
     @property
+    def drafts_ngrams(self) -> bool:
+        """Whether n-grams of the request's own text draft; beside suffix trees they do where the arbiter chooses."""
+        return self.matches_ngrams or (self.matches_suffixes and self.adaptive)
+
+    @property
     def matches_suffixes(self) -> bool:
         """Whether the plugin's suffix trees draft."""
         return self.mtp_strategy == "with_suffix" or self.method == "suffix"
@@ -67,6 +74,8 @@ class SpecPlusOptions(CommonKeys):
         if not self.drafts_from_history or not self.num_speculative_tokens:
             # A request's reference is matched by n-grams, whatever drafts beside it.
             unused |= set(NGRAM_KEYS)
+        if not self.num_speculative_tokens or not self.drafts_ngrams:
+            unused.add("ngram_match_order")
         if not self.drafts_from_history or not self.num_speculative_tokens or self.match_override_len:
             unused.add("adaptive")
         if not self.matches_suffixes:
@@ -75,7 +84,7 @@ class SpecPlusOptions(CommonKeys):
             unused |= {"max_candidate_len", "verify_window"}
         if self.verify_strategy is None or not self.num_speculative_tokens:
             # A strategy also samples where nothing is drafted, but then there is no draft to accept.
-            unused |= {"verify_window", "accept_policy"}
+            unused |= {"verify_window", "accept_policy", "allow_force_accept"}
         if self.accept_policy != "normal":
             unused.add("verify_window")
         return {key: getattr(self, key) for key in CommonKeys.model_fields if key not in unused}

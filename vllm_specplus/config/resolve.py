@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_specplus.config import rules
-from vllm_specplus.config.aliases import ALIASES, SYNONYMS, NormalisedConfig, is_foreign, normalise
+from vllm_specplus.config.aliases import ALIASES, SYNONYMS, NormalisedConfig, is_foreign, meant_key, normalise
 from vllm_specplus.config.errors import (
     SpecPlusConfigError,
     combined_error,
     config_error,
-    nearest,
     not_allowed_error,
     setting,
     show,
@@ -53,12 +52,14 @@ class Resolved:
     vllm: the keys for vLLM's ``SpeculativeConfig``, without plugin and migration keys. A config that has none of these
     comes back unchanged.
     notes, warnings: lines for the log.
+    system: the system whose defaults hold, None for none.
     """
 
     options: SpecPlusOptions | None
     vllm: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    system: str | None = None
 
     def as_json(self, indent: int | None = None) -> str:
         """``{"options": ..., "vllm": ...}`` as JSON, without options that nothing reads in this configuration.
@@ -118,8 +119,8 @@ def resolve(raw: Mapping[str, Any], *, strict: bool = False) -> Resolved:
             vLLM as it is, and vLLM reports its errors itself.
 
     Raises:
-        SpecPlusConfigError: a key is unknown, a value is wrong, keys cannot work together, vLLM would refuse its own
-            keys, or the installed vLLM cannot be read.
+        SpecPlusConfigError: an unknown key, a wrong value, keys that cannot work together or that vLLM would refuse,
+            or an installed vLLM that cannot be read.
     """
     if not isinstance(raw, Mapping):
         raise config_error(f"expected a JSON object, got {show(raw)}")
@@ -131,6 +132,9 @@ def resolve(raw: Mapping[str, Any], *, strict: bool = False) -> Resolved:
     if not _concerns_plugin(items):
         return _resolve_stock(raw, items, strict)
     config = normalise(items)
+    if config.is_off:
+        refuse_unknown_keys(config, stock_keys())
+        return _resolved(None, {}, config.notes, [])
     parsed = parse(config, stock_keys())
     rules.check(parsed)
     options, notes = _options(parsed)
@@ -142,12 +146,18 @@ def resolve(raw: Mapping[str, Any], *, strict: bool = False) -> Resolved:
     if options is None and (idle := [key for key in OWN_KEYS if parsed.config.names(key)]):
         shown = ", ".join(parsed.setting(key) for key in idle)
         notes.append(f"{shown}: vLLM does this by itself, so its own path is taken")
-    return _resolved(options, vllm, notes, warnings)
+    return _resolved(options, vllm, notes, warnings, config.system)
 
 
-def _resolved(options: SpecPlusOptions | None, vllm: dict[str, Any], notes: list[str], warnings: list[str]) -> Resolved:
+def _resolved(
+    options: SpecPlusOptions | None,
+    vllm: dict[str, Any],
+    notes: list[str],
+    warnings: list[str],
+    system: str | None = None,
+) -> Resolved:
     prefix = "speculative_config: "
-    return Resolved(options, vllm, [prefix + line for line in notes], [prefix + line for line in warnings])
+    return Resolved(options, vllm, [prefix + line for line in notes], [prefix + line for line in warnings], system)
 
 
 def _concerns_plugin(items: list[tuple[str, Any]]) -> bool:
@@ -188,7 +198,7 @@ def _check_stock_config(values: Mapping[str, Any], stock: StockKeys) -> None:
 
 def _check_near_misses(items: list[tuple[str, Any]]) -> None:
     plugin_names = (*PLUGIN_NAMES, *ALIASES)
-    suspects = [(name, value) for name, value in items if nearest(name, plugin_names)]
+    suspects = [(name, value) for name, value in items if meant_key(name, plugin_names)]
     suspects += [(name, value) for name, value in items if name == "quantization"]
     if not suspects:
         return
@@ -201,7 +211,7 @@ def _check_near_misses(items: list[tuple[str, Any]]) -> None:
     config = NormalisedConfig()
     for name, value in suspects:
         config.add(name, value, name, value)
-        meant = nearest(name, known_names(stock))
+        meant = meant_key(name, known_names(stock))
         if name not in stock.keys and meant in plugin_names:
             problems.append(unknown_key_error(setting(name, value), meant))
     add_quantization_errors(config, stock, problems)
@@ -225,10 +235,13 @@ def _options(parsed: ParsedConfig) -> tuple[SpecPlusOptions | None, list[str]]:
     keys = parsed.keys
     tokens, notes = _draft_tokens(parsed)
     high, low, ngram_notes = rules.ngram_sizes(parsed)
+    candidates, window, topp_notes = rules.topp_limits(parsed)
     verify = keys.verify_strategy
-    if verify is None and keys.accept_policy != "normal":
+    # vLLM's own verification knows neither.
+    policies = [key for key in ("accept_policy", "allow_force_accept") if key in rules.active_keys(parsed)]
+    if verify is None and policies:
         verify = "target_match"
-        notes.append(f"{parsed.setting('accept_policy')} runs on verify_strategy={show(verify)}")
+        notes.append(f"{parsed.setting(policies[0])} runs on verify_strategy={show(verify)}")
     values = {key: getattr(keys, key) for key in CommonKeys.model_fields} | {
         "method": parsed.method,
         "num_speculative_tokens": tokens,
@@ -237,8 +250,10 @@ def _options(parsed: ParsedConfig) -> tuple[SpecPlusOptions | None, list[str]]:
         "min_ngram_size": low,
         "adaptive": rules.is_adaptive(parsed, tokens),
         "verify_strategy": verify,
+        "max_candidate_len": candidates,
+        "verify_window": window,
     }
-    return SpecPlusOptions(**values), [*notes, *ngram_notes]
+    return SpecPlusOptions(**values), [*notes, *ngram_notes, *topp_notes]
 
 
 def _draft_tokens(parsed: ParsedConfig) -> tuple[int, list[str]]:

@@ -13,13 +13,14 @@ from vllm_specplus.config.keys import (
     NGRAM_KEYS,
     STOCK_NGRAM_KEYS,
     SUFFIX_KEYS,
+    TOPP_DEFAULTS,
     ParsedConfig,
 )
 from vllm_specplus.config.stock_rules import SYNTHETIC_KEYS, missing_suffix_trees_error, suffix_available
 from vllm_specplus.strategies import TRAITS
 
 # vLLM's default of both n-gram sizes.
-_VLLM_NGRAM_SIZE = 5
+VLLM_NGRAM_SIZE = 5
 _NEEDS_MODEL_PATH = ("eagle", "eagle3", "draft_model")
 METHODS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix", NAIVE)
 
@@ -38,8 +39,9 @@ def needs_options(parsed: ParsedConfig) -> bool:
         or parsed.method == NAIVE
         or keys.verify_strategy
         or keys.accept_policy != "normal"
-        or (parsed.method == "ngram" and parsed.names_ngram_sizes)
-        or (parsed.method in HISTORY_METHODS and keys.adaptive)
+        or keys.allow_force_accept
+        or (parsed.method in HISTORY_METHODS and (parsed.names_ngram_sizes or keys.adaptive))
+        or (parsed.method in HISTORY_METHODS and keys.ngram_match_order != "recent")
         or (parsed.method == "suffix" and keys.suffix_decoding_max_cached_requests == -1)
     )
 
@@ -56,6 +58,8 @@ def active_keys(parsed: ParsedConfig) -> list[str]:
         "max_candidate_len": keys.max_candidate_len is not None,
         "verify_window": keys.verify_window > 0,
         "accept_policy": keys.accept_policy != "normal",
+        "allow_force_accept": keys.allow_force_accept,
+        "ngram_match_order": keys.ngram_match_order != "recent",
     }
     for key in NGRAM_KEYS:
         is_active[key] = bool(set(parsed.config.names(key)) - STOCK_NGRAM_KEYS) and (getattr(keys, key) is not None)
@@ -111,14 +115,24 @@ def _refuse_steps_that_do_not_fit(parsed: ParsedConfig) -> None:
 
 
 def _refuse_idle_ngram_sizes(parsed: ParsedConfig) -> None:
-    if parsed.method == "ngram" or parsed.keys.mtp_strategy == "with_ngram":
+    """Refuse n-gram sizes where the plugin does not draft: wherever it does, references are matched by them."""
+    if parsed.method in HISTORY_METHODS or parsed.is_hybrid:
         return
     for key in NGRAM_KEYS:
         if key in active_keys(parsed):
             raise not_allowed_error(
                 f"{parsed.setting(key)} with {parsed.setting('method')} and {parsed.setting('mtp_strategy')}",
-                'it acts only with method="ngram" or mtp_strategy="with_ngram"',
+                f'it acts only with method {choices(HISTORY_METHODS)}, or mtp_strategy="with_ngram" or "with_suffix"',
             )
+
+
+def _refuse_idle_match_order(parsed: ParsedConfig) -> None:
+    if parsed.keys.ngram_match_order == "recent" or matches_ngrams(parsed):
+        return
+    raise not_allowed_error(
+        f"{parsed.setting('ngram_match_order')} with {parsed.setting('method')} and {parsed.setting('mtp_strategy')}",
+        'it acts only with method="ngram" or mtp_strategy="with_ngram", or with suffix trees and adaptive=true',
+    )
 
 
 def _refuse_ngram_sizes_out_of_order(parsed: ParsedConfig) -> None:
@@ -172,7 +186,8 @@ def _refuse_idle_topp_keys(parsed: ParsedConfig) -> None:
 
 
 def _refuse_two_verifiers(parsed: ParsedConfig) -> None:
-    plugin_keys = [key for key in active_keys(parsed) if key in ("verify_strategy", "accept_policy")]
+    verifier_keys = ("verify_strategy", "accept_policy", "allow_force_accept")
+    plugin_keys = [key for key in active_keys(parsed) if key in verifier_keys]
     for key in ("rejection_sample_method", *SYNTHETIC_KEYS) if plugin_keys else ():
         if parsed.values.get(key) not in (None, "standard"):
             raise not_allowed_error(
@@ -214,6 +229,7 @@ _RULES: tuple[Callable[[ParsedConfig], None], ...] = (
     _require_model_method,
     _refuse_idle_ngram_sizes,
     _refuse_ngram_sizes_out_of_order,
+    _refuse_idle_match_order,
     _refuse_idle_override,
     _refuse_idle_adaptive,
     _refuse_override_out_of_reach,
@@ -233,17 +249,52 @@ def ngram_sizes(parsed: ParsedConfig) -> tuple[int, int, list[str]]:
 
     For method ``ngram`` with vLLM's own names, vLLM's defaults hold. So another plugin key does not change the drafts.
     """
-    if parsed.method != "ngram" and parsed.keys.mtp_strategy != "with_ngram":
+    if not parsed.is_hybrid and (parsed.method not in HISTORY_METHODS or _is_suffix_alone(parsed)):
         return *DEFAULT_NGRAM_SIZES, []
     high, low = parsed.keys.max_ngram_size, parsed.keys.min_ngram_size
     if parsed.method == "ngram" and not parsed.names_ngram_sizes:
-        return high or low or _VLLM_NGRAM_SIZE, low or high or _VLLM_NGRAM_SIZE, []
+        return high or low or VLLM_NGRAM_SIZE, low or high or VLLM_NGRAM_SIZE, []
     default_high, default_low = DEFAULT_NGRAM_SIZES
     if high is not None and low is None and high < default_low:
         return high, high, [f"min_ngram_size={high}, to fit {parsed.setting('max_ngram_size')}"]
     if low is not None and high is None and low > default_high:
         return low, low, [f"max_ngram_size={low}, to fit {parsed.setting('min_ngram_size')}"]
     return high or default_high, low or default_low, []
+
+
+def _is_suffix_alone(parsed: ParsedConfig) -> bool:
+    """Whether vLLM's names of n-gram sizes have nothing to act on."""
+    return parsed.method == "suffix" and not parsed.names_ngram_sizes
+
+
+def matches_ngrams(parsed: ParsedConfig) -> bool:
+    """Whether n-grams of the request's own text draft; beside suffix trees they do where the arbiter chooses."""
+    if parsed.method == "ngram" or parsed.keys.mtp_strategy == "with_ngram":
+        return True
+    return (parsed.method == "suffix" or parsed.is_hybrid) and is_adaptive(parsed, tokens=1)
+
+
+def topp_limits(parsed: ParsedConfig) -> tuple[int | None, int, list[str]]:
+    """`max_candidate_len` and `verify_window`, and notes on those that the user has not chosen.
+
+    Without them ``topp`` would accept every draft of a request that names no top_p.
+    """
+    keys = parsed.keys
+    if keys.verify_strategy != "topp":
+        return keys.max_candidate_len, keys.verify_window, []
+    defaults: dict[str, int] = {key: value for key, value in TOPP_DEFAULTS.items() if key not in parsed.config.values}
+    candidates = defaults.get("max_candidate_len", keys.max_candidate_len)
+    window = defaults.get("verify_window", keys.verify_window)
+    notes = []
+    if candidates == 1 and window:
+        if "verify_window" not in defaults:
+            notes.append(f"{parsed.setting('verify_window')} is off with max_candidate_len=1, as in FastDeploy")
+        defaults.pop("verify_window", None)
+        window = 0
+    if defaults:
+        chosen = ", ".join(setting(key, value) for key, value in defaults.items())
+        notes.append(f"{chosen}: FastDeploy's defaults of topp")
+    return candidates, window, notes
 
 
 def is_adaptive(parsed: ParsedConfig, tokens: int) -> bool:
@@ -267,10 +318,10 @@ def unused_key_warnings(method: Any, mtp_strategy: str, items: Iterable[tuple[st
             f"{', '.join(suffix)}: suffix keys act only with method suffix or mtp_strategy "
             "with_suffix; they have no effect here"
         )
-    if ngram and method not in ("ngram", "ngram_gpu") and mtp_strategy != "with_ngram":
+    if ngram and method not in ("ngram", "ngram_gpu", NAIVE) and mtp_strategy == "default":
         lines.append(
-            f"{', '.join(ngram)}: n-gram keys act only with method ngram or mtp_strategy "
-            "with_ngram; they have no effect here"
+            f"{', '.join(ngram)}: n-gram keys act only with method ngram or naive, or mtp_strategy with_ngram or "
+            "with_suffix; they have no effect here"
         )
     return lines
 
@@ -289,6 +340,13 @@ def effect_warnings(parsed: ParsedConfig) -> list[str]:
     strategy = keys.verify_strategy
     if strategy is not None and (loss := TRAITS[strategy].loss):
         lines.append(f"{setting('verify_strategy', strategy)} is lossy: {loss}")
+    if strategy == "topp" and topp_limits(parsed)[0] is None:
+        lines.append(
+            "max_candidate_len=null is no limit: a request without top_p, top_k and min_p has every draft accepted, "
+            "however unlikely it is"
+        )
+    if keys.allow_force_accept:
+        lines.append("allow_force_accept=true is for debugging: a request may have its drafts for its output")
     if keys.accept_policy == "accept_all":
         lines.append('accept_policy="accept_all" is for debugging: the drafts are the output')
     has_fixed_slots = not keys.match_override_len and not is_adaptive(parsed, tokens)
@@ -297,7 +355,8 @@ def effect_warnings(parsed: ParsedConfig) -> list[str]:
             f"num_model_steps={tokens} leaves no slot for {parsed.setting('mtp_strategy')}: "
             "set num_speculative_tokens to a larger number"
         )
-    if parsed.method != NAIVE and 0 < tokens <= keys.verify_window:
+    window = keys.verify_window if keys.max_candidate_len != 1 else 0
+    if parsed.method != NAIVE and 0 < tokens <= window:
         lines.append(
             f"{parsed.setting('verify_window')} never acts: it needs that many drafts after the one "
             f"that it saves, and num_speculative_tokens is {tokens}"

@@ -20,8 +20,8 @@ _NO_CHECKPOINT = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidde
 _FIXED = (*_NO_CHECKPOINT, "eagle", "eagle3", "dflash", "dspark")
 # Methods whose model vLLM finds by itself; `custom_class` is the path of a class, which it cannot find.
 _MODEL_FOUND = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "mtp", "dspark")
-# Methods whose checkpoint never states how many tokens to draft: a draft model has no such number, and vLLM compares
-# the one that is missing with an MTP head's.
+# Methods that need the number of tokens to draft, whatever the checkpoint is like. A draft model's checkpoint has none.
+# With an MTP head vLLM compares the missing number with 1, and fails.
 _TOKENS_NOT_FOUND = (*_NO_CHECKPOINT, "mtp", "draft_model")
 SYNTHETIC_KEYS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 

@@ -1,10 +1,12 @@
-"""Builds the config that vLLM runs with, and puts the plugin's worker and its check of requests into the engine."""
+"""Builds the config that vLLM runs with, and puts the plugin's worker, scheduler and request check into the engine."""
 
 from vllm import envs
 from vllm.logger import init_logger
 
+from vllm_specplus.engine.command import is_vllm_command
 from vllm_specplus.engine.setup import WORKERS, EngineSetup
 from vllm_specplus.engine.speculative_config import SpecPlusSpeculativeConfig
+from vllm_specplus.engine.widths import SCHEDULER
 from vllm_specplus.requests import check as request_check
 
 logger = init_logger("vllm.specplus")
@@ -17,13 +19,19 @@ def speculative_config(setup: EngineSetup) -> SpecPlusSpeculativeConfig:
         SpecPlusConfigError: vLLM refuses one of its own keys.
     """
     return SpecPlusSpeculativeConfig.create(
-        setup.resolved, setup.model_config, setup.parallel_config, on_v2=setup.on_v2, lengths=setup.lengths
+        setup.resolved, setup.model_config, setup.parallel_config, on_v2=setup.on_v2, widths=setup.widths
     )
 
 
 def set_worker(setup: EngineSetup) -> None:
     """Have vLLM start the plugin's worker."""
     setup.parallel_config.worker_cls = WORKERS[setup.device_type]
+
+
+def set_scheduler(setup: EngineSetup) -> None:
+    """Have vLLM start the plugin's scheduler where that chooses widths."""
+    if setup.widths:
+        setup.args.scheduler_cls = SCHEDULER
 
 
 def set_request_check(setup: EngineSetup) -> None:
@@ -33,4 +41,9 @@ def set_request_check(setup: EngineSetup) -> None:
         return
     if envs.VLLM_USE_RUST_FRONTEND:
         logger.info("what requests ask of vllm-specplus is ignored by vLLM's Rust front end")
-    request_check.install(setup.model_config, drafts=setup.options.drafts_from_history)
+    request_check.install(
+        setup.model_config,
+        drafts=setup.options.drafts_from_history,
+        allows_force_accept=setup.options.allow_force_accept,
+        is_server=is_vllm_command(),
+    )

@@ -6,4 +6,4 @@ from vllm_specplus.engine.worker import SpecPlusWorkerMixin
 
 
 class SpecPlusCPUWorker(SpecPlusWorkerMixin, CPUWorker):
-    """The CPU worker."""
+    """vLLM's CPU worker with the plugin's classes."""

@@ -4,7 +4,6 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import EngineArgs
@@ -12,7 +11,9 @@ from vllm.logger import init_logger
 
 from vllm_specplus.compat import SpecPlusCompatError, check_vllm
 from vllm_specplus.config import Resolved, SpecPlusConfigError, resolve
+from vllm_specplus.config.dialects import RTP_LLM
 from vllm_specplus.config.errors import config_error, show
+from vllm_specplus.engine.command import is_vllm_command
 
 # A name below "vllm", so that vLLM's own logging setup prints it.
 logger = init_logger("vllm.specplus")
@@ -38,7 +39,7 @@ def install() -> None:
         try:
             return _create(self, original, target_model_config, target_parallel_config)
         except (SpecPlusConfigError, SpecPlusCompatError) as error:
-            if _is_vllm_command():
+            if is_vllm_command():
                 _exit(error)
             raise
 
@@ -60,22 +61,25 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     _log(resolved)
     if resolved.options is None:
         _hand_to_vllm(args, config, resolved)
+        if resolved.system == RTP_LLM:
+            _expect_rtp_requests()
         return original(args, model_config, parallel_config)
 
     # Refuse what cannot work.
     if warning := check_vllm():
         logger.warning("%s", warning)
     # These modules import names of vLLM that the check has just found.
-    from vllm_specplus.engine import build, lengths, refusals, setup
+    from vllm_specplus.engine import build, refusals, setup, widths
 
     engine = setup.EngineSetup.read(args, resolved, model_config, parallel_config)
     refusals.refuse(engine)
 
     # Build the config, and set the engine up for it.
-    engine = lengths.with_possible_adaptive_verification(setup.with_default_strategy(engine))
-    engine = lengths.with_chosen_lengths(engine)
+    engine = widths.with_possible_adaptive_verification(setup.with_default_strategy(engine))
+    engine = widths.with_chosen_widths(engine)
     speculative_config = build.speculative_config(engine)
     build.set_worker(engine)
+    build.set_scheduler(engine)
     build.set_request_check(engine)
     _set_async_scheduling(args, setup.reason_for_synchronous_scheduling(engine))
     logger.info("resolved speculative config: %s", engine.resolved.as_json())
@@ -103,7 +107,8 @@ def _hand_to_vllm(args: EngineArgs, config: dict[str, Any], resolved: Resolved) 
     if resolved.vllm == config:
         return
     logger.info("resolved speculative config: %s", resolved.as_json())
-    args.speculative_config = dict(resolved.vllm)
+    # No keys: the config asks for no speculation.
+    args.speculative_config = dict(resolved.vllm) or None
     for flag in _FLAGS.values():
         setattr(args, flag, None)
 
@@ -127,17 +132,25 @@ def _set_async_scheduling(args: EngineArgs, reason: str | None) -> None:
         setattr(args, _ASYNC_TURNED_OFF, True)
 
 
+def _expect_rtp_requests() -> None:
+    """Prepare for RTP-LLM's requests in an engine in which vLLM drafts alone: they may ask for `aux_info`."""
+    if is_vllm_command():
+        # The middleware answers them. Without it they are refused.
+        from vllm_specplus.requests.unread_fields import refuse_unread_fields
+
+        refuse_unread_fields()
+    else:
+        # In a user's own program nothing else is asked before its requests.
+        from vllm_specplus.requests.steps import step_counter
+
+        step_counter.install()
+
+
 def _log(resolved: Resolved) -> None:
     for line in resolved.notes:
         logger.info("%s", line)
     for line in resolved.warnings:
         logger.warning("%s", line)
-
-
-def _is_vllm_command() -> bool:
-    """Whether this process is ``vllm ...`` or ``python -m vllm...``, not a user's own program."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return Path((sys.argv or [""])[0]).name == "vllm" or (spec is not None and spec.name.partition(".")[0] == "vllm")
 
 
 def _exit(error: Exception) -> NoReturn:

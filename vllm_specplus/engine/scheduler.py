@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_specplus.proposers.draft_lengths import DraftLengths, Plan
+from vllm_specplus.proposers.draft_widths import DraftWidths, Plan
 from vllm_specplus.runners.step_prices import has_no_prompts
 
 logger = init_logger("vllm.specplus")
@@ -19,37 +19,39 @@ _MAX_STEPS = 64  # more than vLLM ever has under way
 
 
 def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
-    """Build the scheduler of an engine whose config names draft lengths; arguments are those of vLLM's schedulers.
+    """Build the scheduler of an engine whose config names draft widths; arguments are those of vLLM's schedulers.
 
     vLLM may have turned asynchronous scheduling off after that config was made. Then its own scheduler runs, without
-    the lengths: drafts are cut by their value.
+    the widths: drafts are cut by their value.
     """
     if vllm_config.scheduler_config.async_scheduling:
-        return LengthScheduler(vllm_config=vllm_config, **kwargs)
+        return WidthScheduler(vllm_config=vllm_config, **kwargs)
+    logger.info("slots for drafts in a step: one for each draft that is worth it, since scheduling is synchronous")
     scheduler = Scheduler(vllm_config=vllm_config, **kwargs)
     scheduler.dynamic_sd_lookup = None
     return scheduler
 
 
-class LengthScheduler(AsyncScheduler):
-    """Sets vLLM's table of lengths by batch size anew before each step."""
+class WidthScheduler(AsyncScheduler):
+    """Sets vLLM's table of widths by batch size anew before each step."""
 
     dynamic_sd_lookup: list[int] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._chooser: LengthChooser | None = None
-        # vLLM has dropped the table where it does not allow different lengths.
-        if self.dynamic_sd_lookup is not None:
-            lengths = sorted(set(self.dynamic_sd_lookup[1:]))
-            shown = ", ".join(map(str, lengths))
-            logger.info("slots for drafts in a step: %s, whichever the accepted drafts pay for", shown)
-            self._tables = {length: [length] * len(self.dynamic_sd_lookup) for length in lengths}
-            self.dynamic_sd_lookup = self._tables[lengths[-1]]
-            self._chooser = LengthChooser(lengths)
+        self._chooser: WidthChooser | None = None
+        if self.dynamic_sd_lookup is None:
+            logger.info("slots for drafts in a step: always all, since vLLM has dropped the other widths")
+            return
+        widths = sorted(set(self.dynamic_sd_lookup[1:]))
+        shown = ", ".join(map(str, widths))
+        logger.info("slots for drafts in a step: %s, whichever the accepted drafts pay for", shown)
+        self._tables = {width: [width] * len(self.dynamic_sd_lookup) for width in widths}
+        self.dynamic_sd_lookup = self._tables[widths[-1]]
+        self._chooser = WidthChooser(widths)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Choose the length of the next step, then schedule as vLLM does; returns vLLM's ``SchedulerOutput``."""
+        """Choose the width of the next step, then schedule as vLLM does; returns vLLM's ``SchedulerOutput``."""
         self._ask(self._choose)
         output = super().schedule(*args, **kwargs)
         self._ask(lambda chooser: chooser.note_step(output))
@@ -60,47 +62,47 @@ class LengthScheduler(AsyncScheduler):
         self._ask(lambda chooser: chooser.note_output(scheduler_output, model_runner_output, self.requests))
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _choose(self, chooser: "LengthChooser") -> None:
+    def _choose(self, chooser: "WidthChooser") -> None:
         self.dynamic_sd_lookup = self._tables[chooser.choose(self.running)]
 
-    def _ask(self, question: Callable[["LengthChooser"], None]) -> None:
+    def _ask(self, question: Callable[["WidthChooser"], None]) -> None:
         """Ask the chooser, if there is one; an error of it ends the choice, and nothing else."""
         if self._chooser is None:
             return
         try:
             question(self._chooser)
         except Exception:
-            length = max(self._tables)
-            logger.exception("cannot choose how many slots a step has: from now on each has %d", length)
-            self._chooser, self.dynamic_sd_lookup = None, self._tables[length]
+            width = max(self._tables)
+            logger.exception("cannot choose how many slots a step has: from now on each has %d", width)
+            self._chooser, self.dynamic_sd_lookup = None, self._tables[width]
 
 
-class LengthChooser:
-    """Follows a scheduler's steps, so that `DraftLengths` learns what their slots brought and cost.
+class WidthChooser:
+    """Follows a scheduler's steps, so that `DraftWidths` learns what their slots brought and cost.
 
-    A length is chosen when a step is scheduled. In that step the drafts are made, and in the next one verified.
+    A width is chosen when a step is scheduled. In that step the drafts are made, and in the next one verified.
 
     Args:
-        lengths: the lengths to choose from, in rising order.
+        widths: the widths to choose from, in rising order.
     """
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.draft_lengths = DraftLengths(lengths)
-        self._plan = self._next_plan = Plan(lengths[-1])
+    def __init__(self, widths: list[int]) -> None:
+        self.draft_widths = DraftWidths(widths)
+        self._plan = self._next_plan = Plan(widths[-1])
         # Of steps under way: vLLM's output, the plan of their slots, and when they were scheduled.
         self._steps: deque[tuple[Any, Plan, float]] = deque(maxlen=_MAX_STEPS)
         self._last_end = 0.0
 
     def choose(self, running: list[Any]) -> int:
-        """The length of the step after the one that is about to be scheduled; takes vLLM's running requests."""
+        """The width of the step after the one that is about to be scheduled; takes vLLM's running requests."""
         req_ids = [request.request_id for request in running if not request.is_prefill_chunk]
-        self._next_plan = self.draft_lengths.choose(req_ids)
-        return self._next_plan.length
+        self._next_plan = self.draft_widths.choose(req_ids)
+        return self._next_plan.width
 
     def note_step(self, output: Any) -> None:
         """Take note of a step that was scheduled; takes vLLM's ``SchedulerOutput``."""
-        self.draft_lengths.end(output.finished_req_ids)
-        # vLLM runs no step without tokens, and reports none.
+        self.draft_widths.end(output.finished_req_ids)
+        # vLLM runs no step without tokens, but reports it too.
         if output.total_num_scheduled_tokens:
             self._steps.append((output, self._plan, time.perf_counter()))
             self._plan = self._next_plan
@@ -113,6 +115,8 @@ class LengthChooser:
             result: its ``ModelRunnerOutput``.
             requests: vLLM's requests by id; those that have ended meanwhile are left out.
         """
+        if not output.total_num_scheduled_tokens:
+            return
         now = time.perf_counter()
         while self._steps:
             noted, plan, begin = self._steps.popleft()
@@ -125,7 +129,7 @@ class LengthChooser:
         drafts = output.scheduled_spec_decode_tokens
         if has_no_prompts(output):
             num_reqs = len(output.num_scheduled_tokens)
-            self.draft_lengths.add_step(output.total_num_scheduled_tokens, num_reqs, seconds)
+            self.draft_widths.add_step(output.total_num_scheduled_tokens, num_reqs, seconds)
         sampled = result.sampled_token_ids
         if not sampled:
             return
@@ -136,4 +140,4 @@ class LengthChooser:
             num_tokens = len(sampled[result.req_id_to_index[req_id]])
             # A step without a token was discarded.
             if num_tokens:
-                self.draft_lengths.add_result(req_id, len(slots), min(num_tokens - 1, len(slots)), plan)
+                self.draft_widths.add_result(req_id, len(slots), min(num_tokens - 1, len(slots)), plan)

@@ -31,7 +31,7 @@ class EngineSetup:
     """One engine that is about to be built with plugin keys.
 
     resolved: the speculative config; its options are not None. device_type: vLLM's name of the platform.
-    on_v2: whether vLLM is going to choose Model Runner V2. lengths: the numbers of slots that its scheduler chooses
+    on_v2: whether vLLM is going to choose Model Runner V2. widths: the numbers of slots that its scheduler chooses
     from, in rising order; empty where it does not choose.
     """
 
@@ -41,7 +41,7 @@ class EngineSetup:
     parallel_config: ParallelConfig
     device_type: str
     on_v2: bool
-    lengths: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
 
     @classmethod
     def read(

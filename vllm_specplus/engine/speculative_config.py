@@ -23,12 +23,12 @@ _NO_DRAFTS = {SCHEDULE_KEY: [(1, 1, 0)]}
 _LARGEST_BATCH = 1024  # vLLM's own default of max_num_seqs is no larger
 
 
-def _schedule(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """A schedule that names each length, for the plugin's scheduler and for CUDA graphs.
+def _schedule(widths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """A schedule that names each width, for the plugin's scheduler and for CUDA graphs.
 
-    vLLM captures the graphs of a length up to the largest batch size that has it. So lengths take turns.
+    vLLM captures the graphs of a width up to the largest batch size that has it. So widths take turns.
     """
-    return [(size, size, lengths[(size - 1) % len(lengths)]) for size in range(1, _LARGEST_BATCH + 1)]
+    return [(size, size, widths[(size - 1) % len(widths)]) for size in range(1, _LARGEST_BATCH + 1)]
 
 
 @contextmanager
@@ -65,7 +65,7 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
 
     @classmethod
     def create(
-        cls, resolved: Resolved, model_config: Any, parallel_config: Any, *, on_v2: bool, lengths: Sequence[int] = ()
+        cls, resolved: Resolved, model_config: Any, parallel_config: Any, *, on_v2: bool, widths: Sequence[int] = ()
     ) -> Self:
         """Build the config that vLLM runs with.
 
@@ -74,7 +74,7 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
             model_config: vLLM's, of the target model.
             parallel_config: vLLM's, of the target model.
             on_v2: whether Model Runner V2 is going to read the config, or V1.
-            lengths: the numbers of slots that the plugin's scheduler chooses from; empty: it does not run.
+            widths: the numbers of slots that the plugin's scheduler chooses from; empty: it does not run.
 
         Raises:
             SpecPlusConfigError: vLLM refuses one of its own keys; the message is vLLM's.
@@ -88,8 +88,8 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
             stock["num_speculative_tokens"] = max(options.num_speculative_tokens, 1)
             if on_v2 and not options.num_speculative_tokens:
                 stock |= _NO_DRAFTS
-        if lengths:
-            stock[SCHEDULE_KEY] = _schedule(lengths)
+        if widths:
+            stock[SCHEDULE_KEY] = _schedule(widths)
         try:
             return cls(
                 **stock,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu_worker import Worker
@@ -34,6 +33,7 @@ else:
 class SpecPlusWorkerMixin(_VllmWorker):
     """Builds the model runner with the plugin's drafter and verifier; all else is vLLM's worker."""
 
+    _runner_module: RunnerModule
     _tracker: Tracker | None = None
     """Follows the runner's requests; None where the plugin does not draft."""
     _is_warm: bool = False
@@ -44,7 +44,8 @@ class SpecPlusWorkerMixin(_VllmWorker):
         Raises:
             SpecPlusCompatError: vLLM chose another runner or schedule than the config was made for.
         """
-        self._check_runner()
+        self._runner_module = self._import_runner_module()
+        self._check_scheduling()
         with self._building("init_device"):
             super().init_device()
 
@@ -90,10 +91,20 @@ class SpecPlusWorkerMixin(_VllmWorker):
         """Collect the counts of the requests that gave this key, once: see ``RequestCounts.collect``."""
         return None if self._tracker is None else self._tracker.collect_request_stats(key)
 
-    @cached_property
-    def _runner_module(self) -> RunnerModule:
+    def _import_runner_module(self) -> RunnerModule:
+        """Import what goes with the runner that vLLM has chosen.
+
+        Raises:
+            SpecPlusCompatError: the config was made for the other runner.
+        """
+        on_v2 = self.use_v2_model_runner
+        if self.vllm_config.speculative_config.made_for_v2 != on_v2:
+            raise SpecPlusCompatError(
+                f"vLLM chose Model Runner {'V2' if on_v2 else 'V1'} for a reason that vllm-specplus did not foresee: "
+                f"set VLLM_USE_V2_MODEL_RUNNER={int(on_v2)}"
+            )
         # Each imports vLLM's runner of its kind.
-        if self.use_v2_model_runner:
+        if on_v2:
             from vllm_specplus.runners.v2 import install as v2
 
             return v2
@@ -114,13 +125,7 @@ class SpecPlusWorkerMixin(_VllmWorker):
         if step == runner.BUILD_STEPS[-1]:
             self._tracker = runner.connect(self.model_runner)
 
-    def _check_runner(self) -> None:
-        if self.vllm_config.speculative_config.made_for_v2 != self.use_v2_model_runner:
-            chosen, value = ("V2", 1) if self.use_v2_model_runner else ("V1", 0)
-            raise SpecPlusCompatError(
-                f"vLLM chose Model Runner {chosen} for a reason that vllm-specplus did not foresee: set "
-                f"VLLM_USE_V2_MODEL_RUNNER={value}"
-            )
+    def _check_scheduling(self) -> None:
         num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
         options: SpecPlusOptions = self.vllm_config.speculative_config.specplus
         if options.drafts_from_history and num_stages > 1 and not self.vllm_config.scheduler_config.async_scheduling:

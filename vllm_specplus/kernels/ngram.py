@@ -4,7 +4,8 @@ Let s be a request's tokens followed by the draft model's drafts. The quality of
 tokens before e that agree with the last tokens of s. It is counted up to the longest n-gram. The last of equally good
 ends wins. One integer holds both, so that the best end is a maximum:
 
-    key = agreeing tokens << 32 | e        0 = fewer agree than the shortest n-gram has
+    key = agreeing tokens << 32 | rank     0 = fewer agree than the shortest n-gram has
+    rank = e, or _MAX_END - e where the first end wins (`takes_first`)
 
 | kernel | a program | writes |
 |---|---|---|
@@ -30,6 +31,7 @@ from vllm_specplus.kernels.drafts import DraftCounts, Drafts
 _BLOCK = 1024  # ends that a program tests at a time
 _MAX_SPLITS = 128  # programs that share a request: enough for one request alone to occupy a GPU
 _MAX_LEN = 2**31 - 2**16  # ends, rounded up to a block, are counted in int32
+_MAX_END = tl.constexpr(2**31 - 1)
 
 
 class Texts(NamedTuple):
@@ -74,6 +76,7 @@ def fill_drafts(
     min_ngram_size: int,
     max_ngram_size: int,
     match_override_len: int = 0,
+    takes_first: bool = False,
     max_drafts: torch.Tensor | None = None,
     num_drafts: torch.Tensor | None = None,
     num_model: torch.Tensor | None = None,
@@ -97,6 +100,7 @@ def fill_drafts(
         max_ngram_size: tokens of the longest n-gram, >= min_ngram_size.
         match_override_len: a match of at least this many of the request's own tokens takes the place of the model's
             drafts; 0 = never. Without model steps it has no effect.
+        takes_first: whether the first occurrence of an n-gram wins, or the latest.
         max_drafts: [num_reqs] int32, the longest list each request may get; None = K for all.
         num_drafts: [num_reqs] int32, takes the number of drafts; None = a new tensor.
         num_model: [num_reqs] int32, takes the number of drafts that are the model's; None = a new tensor.
@@ -148,6 +152,7 @@ def fill_drafts(
         ngram_sizes=(min_ngram_size, max_ngram_size),
         # Without model steps both matches are the same.
         override_len=match_override_len if num_model_steps else 0,
+        takes_first=takes_first,
     )
     return num_drafts, num_model
 
@@ -162,12 +167,14 @@ def _launch(
     num_model_steps: int,
     ngram_sizes: tuple[int, int],
     override_len: int,
+    takes_first: bool,
 ) -> None:
     num_reqs, width = drafts.shape
     same = {
         "WIDTH": width,
         "NUM_STEPS": num_model_steps,
         "OVERRIDE_LEN": override_len,
+        "TAKES_FIRST": takes_first,
         "NUM_SPLITS": num_splits,
         "BLOCK": _BLOCK,
     }
@@ -229,6 +236,7 @@ def best_of_block(
     MIN_SIZE: tl.constexpr,
     MAX_SIZE: tl.constexpr,
     NUM_STEPS: tl.constexpr,
+    TAKES_FIRST: tl.constexpr,
 ):
     """The greatest of `best` and the keys of [BLOCK] `ends`.
 
@@ -243,9 +251,19 @@ def best_of_block(
             agrees = agrees & (ends > back)
             agrees = agrees & (wanted == load_tokens(p_text, p_drafts, ends - 1 - back, num_tokens, agrees, NUM_STEPS))
             size += agrees.to(tl.int32)
-        keys = tl.where(size >= MIN_SIZE, (size.to(tl.int64) << 32) | ends, 0)
+        rank = _MAX_END - ends if TAKES_FIRST else ends
+        keys = tl.where(size >= MIN_SIZE, (size.to(tl.int64) << 32) | rank, 0)
         best = tl.maximum(best, tl.max(keys, axis=0))
     return best
+
+
+@triton.jit
+def end_of_key(key, TAKES_FIRST: tl.constexpr):
+    """The end that a key names, int32; 0 if no n-gram agrees."""
+    rank = key.to(tl.int32)  # its low half
+    if TAKES_FIRST:
+        return tl.where(key > 0, _MAX_END - rank, 0)
+    return rank
 
 
 @triton.jit
@@ -256,6 +274,7 @@ def _search_kernel(
     WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     OVERRIDE_LEN: tl.constexpr,
+    TAKES_FIRST: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     MIN_SIZE: tl.constexpr,
@@ -281,10 +300,23 @@ def _search_kernel(
     for i_block in range(i_split, num_blocks, NUM_SPLITS):
         ends = i_block * BLOCK + 1 + tl.arange(0, BLOCK)
         tokens = load_tokens(p_text, p_drafts, ends - 1, num_tokens, ends < end, NUM_STEPS)
-        best = best_of_block(best, p_text, p_drafts, ends, tokens, end, last, num_tokens, MIN_SIZE, MAX_SIZE, NUM_STEPS)
+        best = best_of_block(
+            best, p_text, p_drafts, ends, tokens, end, last, num_tokens, MIN_SIZE, MAX_SIZE, NUM_STEPS, TAKES_FIRST
+        )
         if OVERRIDE_LEN > 0:
             best_alone = best_of_block(
-                best_alone, p_text, p_drafts, ends, tokens, num_tokens, last_alone, num_tokens, MIN_SIZE, MAX_SIZE, 0
+                best_alone,
+                p_text,
+                p_drafts,
+                ends,
+                tokens,
+                num_tokens,
+                last_alone,
+                num_tokens,
+                MIN_SIZE,
+                MAX_SIZE,
+                0,
+                TAKES_FIRST,
             )
 
     p_keys = scratch_ptr + (i_req * NUM_SPLITS + i_split) * 2
@@ -302,6 +334,7 @@ def _fill_kernel(
     WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     OVERRIDE_LEN: tl.constexpr,
+    TAKES_FIRST: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -320,13 +353,13 @@ def _fill_kernel(
     p_keys = scratch_ptr + (i_req * NUM_SPLITS + splits) * 2
     num_written = tl.minimum(tl.cdiv(end - 1, BLOCK), NUM_SPLITS)
     is_read = splits < tl.where(limit > NUM_STEPS, num_written, 0)
-    found = tl.max(tl.load(p_keys, mask=is_read, other=0), axis=0).to(tl.int32)  # the low half of a key
+    found = end_of_key(tl.max(tl.load(p_keys, mask=is_read, other=0), axis=0), TAKES_FIRST)
     period = end - found
     num_model = tl.minimum(limit, NUM_STEPS)
     num_drafts = tl.where(found > 0, limit, num_model)
     if OVERRIDE_LEN > 0:
         is_read = splits < tl.where(limit > 0, num_written, 0)
-        alone = tl.max(tl.load(p_keys + 1, mask=is_read, other=0), axis=0).to(tl.int32)
+        alone = end_of_key(tl.max(tl.load(p_keys + 1, mask=is_read, other=0), axis=0), TAKES_FIRST)
         back = tl.arange(0, BLOCK_OVERRIDE)
         is_compared = back < tl.minimum(alone, OVERRIDE_LEN)
         differs = tl.load(p_text + num_tokens - 1 - back, mask=is_compared, other=0) != tl.load(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_specplus.proposers._numba import compiled
-from vllm_specplus.sources import NGRAM, REFERENCE, UNFILLED
+from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, UNFILLED
 
 SHIFT = 16
 ONE = 1 << SHIFT
@@ -32,6 +32,8 @@ TRIAL = 1 << 8
 PRIOR_TRIALS = 4 * TRIAL
 MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
 MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
+PRIOR_EXPECTED = 6 * ONE  # hits of a source, as many as came
+MAX_EXPECTED = 32 * ONE  # then they and those that came are halved
 MAX_GAIN_TRIALS = 64
 PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
 PRIOR_GAIN_TRIALS = 2
@@ -75,6 +77,23 @@ class Table(NamedTuple):
     chances: np.ndarray
 
 
+class Record(NamedTuple):
+    """How each source has done in each request: [R, REFERENCE + 1] int64 each, in units of 1 / ONE.
+
+    expected: the sum of the chances of what was judged. hits: what came of it.
+    """
+
+    expected: np.ndarray
+    hits: np.ndarray
+
+
+class Beliefs(NamedTuple):
+    """What the chances of drafts go by: those of each key, [NUM_KEYS] int64, and each request's own record."""
+
+    chances: np.ndarray
+    record: Record
+
+
 class Chosen(NamedTuple):
     """Where `choose` writes what it has chosen.
 
@@ -107,13 +126,13 @@ class Gains(NamedTuple):
 _LENGTH_CLASS = np.searchsorted([1, 2, 3, 4, 5, 6, 7, 9, 13, 21, 37], np.arange(38), side="right")
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
 def length_class(length: int) -> int:
     """The class of an agreement of some tokens."""
     return _LENGTH_CLASS[min(length, len(_LENGTH_CLASS) - 1)]
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
 def _agreement(offers: Offers, row: int, place: int, passes: int) -> tuple[bool, bool, int]:
     """Whether chains speak of the token at a place, whether one says the model's, and how long those agreed."""
     speaks, agrees, length = False, False, 0
@@ -129,7 +148,7 @@ def _agreement(offers: Offers, row: int, place: int, passes: int) -> tuple[bool,
     return speaks, agrees, length
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
 def _model_key(offers: Offers, row: int, place: int, passes: int) -> int:
     """The key of the model's draft at a place."""
     speaks, agrees, length = False, False, 0
@@ -140,7 +159,7 @@ def _model_key(offers: Offers, row: int, place: int, passes: int) -> int:
     return (AGREED if agrees else DIFFERED) + length_class(length)
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
 def _chain_key(offers: Offers, row: int, c: int, n: int, passes: int) -> int:
     """The key of token n of a chain."""
     start = offers.starts[c]
@@ -152,108 +171,132 @@ def _chain_key(offers: Offers, row: int, c: int, n: int, passes: int) -> int:
     return AGREED + length_class(_agreement(offers, row, start, passes)[2])
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
+def _factor(record: Record, row: int, source: int) -> int:
+    """What the chances of a source are multiplied by in a request, in units of 1 / ONE; ONE if it does as expected.
+
+    A source that does better counts as well as elsewhere: a long copy ends some time, and then long drafts cost most.
+    """
+    expected = record.expected[row, source] + PRIOR_EXPECTED
+    return min(record.hits[row, source] + PRIOR_EXPECTED, expected) * ONE // expected
+
+
+@compiled(allocates=False, forceinline=True)
+def _scaled(chance: int, factor: int) -> int:
+    """A key's chance by the factor of its source in a request."""
+    return chance * factor >> SHIFT
+
+
+@compiled(allocates=False, forceinline=True)
 def _value_of_chain(
-    offers: Offers, chances: np.ndarray, price: int, row: int, c: int, passes: int, survival: int, room: int
+    offers: Offers, beliefs: Beliefs, price: int, row: int, c: int, passes: int, survival: int, max_drafts: int
 ) -> tuple[int, int]:
     """What a chain adds behind drafts that survive so, and how many of its tokens are worth their slots."""
-    size, value = max(min(offers.lengths[row, c], room), 0), 0
+    size, value = max(min(offers.lengths[row, c], max_drafts), 0), 0
+    factor = _factor(beliefs.record, row, offers.sources[c])
     for n in range(size):
-        survival = survival * chances[_chain_key(offers, row, c, n, passes)] >> SHIFT
+        survival = survival * _scaled(beliefs.chances[_chain_key(offers, row, c, n, passes)], factor) >> SHIFT
         if survival <= price:
             return value, n
         value += survival - price
     return value, size
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
 def _best_chain(
-    offers: Offers, chances: np.ndarray, price: int, row: int, start: int, passes: int, survival: int, room: int
+    offers: Offers, beliefs: Beliefs, price: int, row: int, start: int, passes: int, survival: int, max_drafts: int
 ) -> tuple[int, int, int]:
     """The best chain behind `start` drafts of the model: what it adds, the chain or NO_CHAIN, and its tokens."""
     best, chain, size = 0, NO_CHAIN, 0
     for c in range(len(offers.starts)):
         if offers.starts[c] == start:
-            value, worth = _value_of_chain(offers, chances, price, row, c, passes, survival, room)
+            value, worth = _value_of_chain(offers, beliefs, price, row, c, passes, survival, max_drafts)
             if value > best:
                 best, chain, size = value, c, worth
     return best, chain, size
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
 def _best_drafts(
-    offers: Offers, chances: np.ndarray, price: int, row: int, passes: int, room: int
+    offers: Offers, beliefs: Beliefs, price: int, row: int, passes: int, max_drafts: int
 ) -> tuple[int, int, int]:
     """The best drafts by what some passes tell: how many of the model's, the chain or NO_CHAIN, and its tokens."""
-    best, chain, size = _best_chain(offers, chances, price, row, 0, passes, ONE, room)
+    best, chain, size = _best_chain(offers, beliefs, price, row, 0, passes, ONE, max_drafts)
     num_model, survival, value = 0, ONE, 0
-    for place in range(min(passes, room)):
-        survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
+    factor = _factor(beliefs.record, row, MODEL)
+    for place in range(min(passes, max_drafts)):
+        survival = survival * _scaled(beliefs.chances[_model_key(offers, row, place, passes)], factor) >> SHIFT
         if survival <= price:
             break
         value += survival - price
         more, behind, tokens = 0, NO_CHAIN, 0
         if not offers.is_blind:
             more, behind, tokens = _best_chain(
-                offers, chances, price, row, place + 1, passes, survival, room - place - 1
+                offers, beliefs, price, row, place + 1, passes, survival, max_drafts - place - 1
             )
         if value + more > best:
             best, chain, size, num_model = value + more, behind, tokens, place + 1
     return num_model, chain, size
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
 def _value_of_drafts(
-    offers: Offers, chances: np.ndarray, price: int, row: int, passes: int, num_model: int, chain: int, size: int
+    offers: Offers, beliefs: Beliefs, price: int, row: int, passes: int, num_model: int, chain: int, size: int
 ) -> int:
     """The value of some drafts, worth their slots or not, by all that is known after some passes."""
     survival, value = ONE, 0
+    factor = _factor(beliefs.record, row, MODEL)
     for place in range(num_model):
-        survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
+        survival = survival * _scaled(beliefs.chances[_model_key(offers, row, place, passes)], factor) >> SHIFT
         value += survival - price
+    if size > 0:
+        factor = _factor(beliefs.record, row, offers.sources[chain])
     for n in range(size):
-        survival = survival * chances[_chain_key(offers, row, chain, n, passes)] >> SHIFT
+        survival = survival * _scaled(beliefs.chances[_chain_key(offers, row, chain, n, passes)], factor) >> SHIFT
         value += survival - price
     return value
 
 
-@compiled()
-def choose(
-    rows: np.ndarray, limits: np.ndarray, offers: Offers, chances: np.ndarray, price: int, chosen: Chosen
-) -> None:
+@compiled(allocates=False)
+def choose(rows: np.ndarray, limits: np.ndarray, offers: Offers, beliefs: Beliefs, price: int, chosen: Chosen) -> None:
     """Choose the drafts of each request, at most `limits` ([B] int64); see `Arbiter.choose`.
 
     The value of k passes is that of the drafts which would be chosen after them, by what all passes tell. So a pass is
     worth what it tells, and never less than nothing but for the cut.
     """
     for i in range(len(rows)):
-        row, room = rows[i], limits[i]
+        row, max_drafts = rows[i], limits[i]
         passes = offers.passes[row]
+        factor_of_model = _factor(beliefs.record, row, MODEL)
         num_model, chain, size = 0, NO_CHAIN, 0
         for k in range(passes + 1):
-            num_model, chain, size = _best_drafts(offers, chances, price, row, k, room)
-            known = k if offers.is_blind else passes
-            chosen.values[i, k] = _value_of_drafts(offers, chances, price, row, known, num_model, chain, size)
+            num_model, chain, size = _best_drafts(offers, beliefs, price, row, k, max_drafts)
+            num_known = k if offers.is_blind else passes
+            chosen.values[i, k] = _value_of_drafts(offers, beliefs, price, row, num_known, num_model, chain, size)
         if offers.is_blind and num_model > 0:
             # Only what stands behind all of the model's drafts may depend on them.
             survival = ONE
             for place in range(num_model):
-                survival = survival * chances[_model_key(offers, row, place, passes)] >> SHIFT
-            _, chain, size = _best_chain(offers, chances, price, row, num_model, 0, survival, room - num_model)
-        chosen.token_ids[i, :num_model] = offers.model[row, :num_model]
-        if chain != NO_CHAIN:
-            chosen.token_ids[i, num_model : num_model + size] = offers.chains[row, chain, :size]
-        chosen.token_ids[i, num_model + size :] = -1
-        chosen.num_drafts[i], chosen.num_model[i] = num_model + size, num_model
+                key = _model_key(offers, row, place, passes)
+                survival = survival * _scaled(beliefs.chances[key], factor_of_model) >> SHIFT
+            _, chain, size = _best_chain(offers, beliefs, price, row, num_model, 0, survival, max_drafts - num_model)
+        num_drafts = num_model + size
+        chosen.num_drafts[i], chosen.num_model[i] = num_drafts, num_model
         chosen.source[i] = offers.sources[chain] if chain != NO_CHAIN else UNFILLED
-        for place in range(num_model):
-            chosen.chances[i, place] = chances[_model_key(offers, row, place, passes)]
-        for n in range(size):
-            chosen.chances[i, num_model + n] = chances[_chain_key(offers, row, chain, n, passes)]
-        chosen.chances[i, num_model + size :] = 0
+        factor_of_chain = _factor(beliefs.record, row, offers.sources[chain]) if chain != NO_CHAIN else ONE
+        for k in range(num_drafts):
+            if k < num_model:
+                key, factor = _model_key(offers, row, k, passes), factor_of_model
+                chosen.token_ids[i, k] = offers.model[row, k]
+            else:
+                key, factor = _chain_key(offers, row, chain, k - num_model, passes), factor_of_chain
+                chosen.token_ids[i, k] = offers.chains[row, chain, k - num_model]
+            chosen.chances[i, k] = _scaled(beliefs.chances[key], factor)
+        for k in range(num_drafts, chosen.token_ids.shape[1]):
+            chosen.token_ids[i, k], chosen.chances[i, k] = -1, 0
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
 def _repeats(offers: Offers, row: int, c: int) -> bool:
     """Whether a chain behind the model's drafts says what the same source has said from the start."""
     start = offers.starts[c]
@@ -269,24 +312,35 @@ def _repeats(offers: Offers, row: int, c: int) -> bool:
     return False
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
+def _count(table: Table, record: Record, key: int, row: int, source: int, hit: bool) -> None:
+    """Count a trial of a key, which a source has made for a request."""
+    table.new_trials[key] += 1
+    table.new_hits[key] += hit
+    record.expected[row, source] += table.chances[key]
+    record.hits[row, source] += hit * ONE
+
+
+@compiled(allocates=False)
 def judge(
     token_ids: np.ndarray,
     num_tokens: np.ndarray,
     rows: np.ndarray,
-    known: np.ndarray,
+    offer_positions: np.ndarray,
     offers: Offers,
     table: Table,
+    record: Record,
 ) -> int:
-    """Judge what was offered by the tokens that have come since; see `Arbiter.begin`.
+    """Judge what was offered by the tokens that have come since; see `Arbiter.begin_step`.
 
     Args:
         token_ids: [>=B, max_model_len] int32, the text of each request.
         num_tokens: [B] int64.
         rows: [B] int64.
-        known: [R] int64, the tokens that there were when the offers were made; NO_OFFERS: there are none.
+        offer_positions: [R] int64, where in its text each request's offers begin; NO_OFFERS: there are none.
         offers: of the last step.
         table: takes the new hits and trials.
+        record: takes what each source was expected to hit, and what it has hit.
 
     Returns:
         How many tokens have come.
@@ -294,7 +348,7 @@ def judge(
     total = 0
     for i in range(len(rows)):
         row = rows[i]
-        first = known[row]
+        first = offer_positions[row]
         num_new = num_tokens[i] - first
         if first == NO_OFFERS or num_new <= 0:
             continue
@@ -302,9 +356,7 @@ def judge(
         passes, right = offers.passes[row], 0
         while right < min(passes, num_new):
             hit = offers.model[row, right] == token_ids[i, first + right]
-            key = _model_key(offers, row, right, passes)
-            table.new_trials[key] += 1
-            table.new_hits[key] += hit
+            _count(table, record, _model_key(offers, row, right, passes), row, MODEL, hit)
             if not hit:
                 break
             right += 1
@@ -317,15 +369,17 @@ def judge(
                 # What the model drafts as well has been judged as its draft.
                 is_shared = n == 0 and start < passes and offers.chains[row, c, 0] == offers.model[row, start]
                 if not is_shared or offers.is_blind:
-                    key = _chain_key(offers, row, c, n, passes)
-                    table.new_trials[key] += 1
-                    table.new_hits[key] += hit
+                    _count(table, record, _chain_key(offers, row, c, n, passes), row, offers.sources[c], hit)
                 if not hit:
                     break
+        for source in range(REFERENCE + 1):
+            while record.expected[row, source] >= MAX_EXPECTED:
+                record.expected[row, source] >>= 1
+                record.hits[row, source] >>= 1
     return total
 
 
-@compiled()
+@compiled(allocates=False)
 def update_chances(table: Table) -> None:
     """Take this step's hits and trials over, forget some of the older ones, and set the chances."""
     for key in range(NUM_KEYS):
@@ -343,7 +397,7 @@ def update_chances(table: Table) -> None:
         table.chances[key] = table.hits[key] * ONE // max(table.trials[key], 1)
 
 
-@compiled()
+@compiled(allocates=False, forceinline=True)
 def _class_of_history(offers: Offers, row: int) -> int:
     """The class of the longest agreement that speaks for a chain from the start; 0 where there is none."""
     length = 0
@@ -354,23 +408,30 @@ def _class_of_history(offers: Offers, row: int) -> int:
 
 
 @compiled()
-def plan_passes(rows: np.ndarray, offers: Offers, credits: np.ndarray, gains: Gains, prices: np.ndarray) -> int:
+def plan_passes(
+    rows: np.ndarray, limits: np.ndarray, offers: Offers, credits: np.ndarray, gains: Gains, prices: np.ndarray
+) -> int:
     """How many passes of the draft model to make for a batch; see `Arbiter.plan_passes`.
 
-    credits: [R] int64, ASLEEP for a request that has given the model up. prices: [S] int64, of each pass.
+    limits: [B] int64; one that may not draft needs the first pass, and no other. credits: [R] int64, ASLEEP for a
+    request that has given the model up. prices: [S] int64, of each pass.
     """
     num_passes = len(prices)
     totals = np.zeros(num_passes, np.int64)
-    seen = np.zeros(NUM_LENGTHS, np.bool_)
+    is_present = np.zeros(NUM_LENGTHS, np.bool_)
+    is_anyone_awake = False
     for i in range(len(rows)):
         if credits[rows[i]] == ASLEEP:
             continue
+        is_anyone_awake = True
+        if limits[i] == 0:
+            continue
         which = _class_of_history(offers, rows[i])
-        seen[which] = True
+        is_present[which] = True
         for k in range(num_passes):
-            known = gains.sums[which, k] + PRIOR_GAIN * PRIOR_GAIN_TRIALS
-            totals[k] += known // (gains.trials[which, k] + PRIOR_GAIN_TRIALS)
-    if num_passes == 0 or not seen.any():
+            gain_sum = gains.sums[which, k] + PRIOR_GAIN * PRIOR_GAIN_TRIALS
+            totals[k] += gain_sum // (gains.trials[which, k] + PRIOR_GAIN_TRIALS)
+    if num_passes == 0 or not is_anyone_awake:
         return 0
     planned, best, value = 1, 0, 0
     for k in range(num_passes):
@@ -378,12 +439,13 @@ def plan_passes(rows: np.ndarray, offers: Offers, credits: np.ndarray, gains: Ga
         if value > best:
             planned, best = k + 1, value
     for which in range(NUM_LENGTHS):
-        if seen[which]:
+        if is_present[which]:
             gains.steps_since_all[which] += 1
-            if gains.steps_since_all[which] >= PASS_PERIOD:
+            # The less is known of the last pass, the sooner it is made again.
+            if gains.steps_since_all[which] >= min(PASS_PERIOD, 2 + 2 * gains.trials[which, num_passes - 1]):
                 planned = num_passes
     for which in range(NUM_LENGTHS):
-        if seen[which] and planned == num_passes:
+        if is_present[which] and planned == num_passes:
             gains.steps_since_all[which] = 0
     return planned
 
@@ -391,7 +453,6 @@ def plan_passes(rows: np.ndarray, offers: Offers, credits: np.ndarray, gains: Ga
 @compiled()
 def settle(
     rows: np.ndarray,
-    limits: np.ndarray,
     offers: Offers,
     values: np.ndarray,
     credits: np.ndarray,
@@ -403,7 +464,7 @@ def settle(
     """Enter what the passes of a step have added and cost; see `Arbiter.choose`.
 
     Args:
-        rows, limits: [B] int64; a request that may not draft is left out.
+        rows: [B] int64; a request to which the model has offered nothing is left out.
         offers: of this step.
         values: [B, S + 1] int64, of `choose`.
         credits: [R] int64 in the time of a step, changed in place.
@@ -415,18 +476,18 @@ def settle(
     Returns:
         The profit of all requests together, in the time of a step.
     """
-    num_awake = 0
+    num_offered = 0
     for i in range(len(rows)):
-        num_awake += credits[rows[i]] != ASLEEP
+        num_offered += offers.passes[rows[i]] > 0
     total = 0
     for i in range(len(rows)):
         row = rows[i]
-        if credits[row] == ASLEEP or limits[i] == 0:
+        if offers.passes[row] == 0:
             continue
         which, profit = _class_of_history(offers, row), 0
         for k in range(offers.passes[row]):
             gain = values[i, k + 1] - values[i, k]
-            profit += gain - prices[k] // num_awake
+            profit += gain - prices[k] // num_offered
             gains.sums[which, k] += gain
             gains.trials[which, k] += 1
         profit = profit * ONE // step_price
@@ -446,11 +507,11 @@ def settle(
 
 
 @compiled()
-def begin(
+def begin_step(
     token_ids: np.ndarray,
     num_tokens: np.ndarray,
     rows: np.ndarray,
-    known: np.ndarray,
+    offer_positions: np.ndarray,
     model: np.ndarray,
     passes: np.ndarray,
     chains: np.ndarray,
@@ -465,11 +526,13 @@ def begin(
     trials: np.ndarray,
     misses: np.ndarray,
     chances: np.ndarray,
+    expected: np.ndarray,
+    record_hits: np.ndarray,
 ) -> int:
     """Judge the last step's offers, take them away, and return how many tokens have come since."""
     offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
     table = Table(new_hits, new_trials, hits, trials, misses, chances)
-    num_new = judge(token_ids, num_tokens, rows, known, offers, table)
+    num_new = judge(token_ids, num_tokens, rows, offer_positions, offers, table, Record(expected, record_hits))
     update_chances(table)
     for row in rows:
         lengths[row] = 0
@@ -497,12 +560,17 @@ def offer(
 
 @compiled()
 def offer_model(
-    rows: np.ndarray, model_drafts: np.ndarray, credits: np.ndarray, model: np.ndarray, passes: np.ndarray
+    rows: np.ndarray,
+    limits: np.ndarray,
+    model_drafts: np.ndarray,
+    credits: np.ndarray,
+    model: np.ndarray,
+    passes: np.ndarray,
 ) -> None:
-    """Offer the model's drafts, [B, passes] int, to the requests that have not given it up."""
+    """Offer the model's drafts; see `Arbiter.offer_model`."""
     num_passes = model_drafts.shape[1]
     for i in range(len(rows)):
-        if credits[rows[i]] != ASLEEP:
+        if credits[rows[i]] != ASLEEP and limits[i] > 0:
             model[rows[i], :num_passes] = model_drafts[i]
             passes[rows[i]] = num_passes
 
@@ -510,6 +578,7 @@ def offer_model(
 @compiled()
 def plan(
     rows: np.ndarray,
+    limits: np.ndarray,
     model: np.ndarray,
     passes: np.ndarray,
     chains: np.ndarray,
@@ -526,14 +595,14 @@ def plan(
 ) -> int:
     """How many passes of the draft model to make; see `plan_passes`."""
     offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
-    return plan_passes(rows, offers, credits, Gains(sums, trials, steps_since_all), prices)
+    return plan_passes(rows, limits, offers, credits, Gains(sums, trials, steps_since_all), prices)
 
 
 @compiled()
 def choose_and_settle(
     num_tokens: np.ndarray,
     rows: np.ndarray,
-    known: np.ndarray,
+    offer_positions: np.ndarray,
     limits: np.ndarray,
     model: np.ndarray,
     passes: np.ndarray,
@@ -544,6 +613,8 @@ def choose_and_settle(
     sources: np.ndarray,
     is_blind: bool,
     chances: np.ndarray,
+    expected: np.ndarray,
+    record_hits: np.ndarray,
     slot_price: int,
     token_ids: np.ndarray,
     num_drafts: np.ndarray,
@@ -561,10 +632,10 @@ def choose_and_settle(
     offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
     values = np.empty((len(rows), model.shape[1] + 1), np.int64)
     chosen = Chosen(token_ids, num_drafts, num_model, source, values, np.empty(token_ids.shape, np.int64))
-    choose(rows, limits, offers, chances, slot_price, chosen)
+    choose(rows, limits, offers, Beliefs(chances, Record(expected, record_hits)), slot_price, chosen)
     for i in range(len(rows)):
-        known[rows[i]] = num_tokens[i]
+        offer_positions[rows[i]] = num_tokens[i]
     if model.shape[1] == 0:
         return 0
     gains = Gains(sums, trials, steps_since_all)
-    return settle(rows, limits, offers, values, credits, gains, prices, step_price, most_credit)
+    return settle(rows, offers, values, credits, gains, prices, step_price, most_credit)

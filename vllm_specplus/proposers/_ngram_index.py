@@ -3,8 +3,9 @@
 Importing this module imports numba, which must not happen before a vLLM worker has started. `NgramMatcher` imports it
 when it is constructed.
 
-Each request has one table for each n-gram size. It maps an n-gram of `size` tokens to the greatest position where the
-n-gram ended with a token after it. A table is an open-addressing hash table of uint32 entries, probed linearly:
+Each request has one table for each n-gram size. It maps an n-gram of `size` tokens to a position where the n-gram ended
+with a token after it: the greatest one, or the smallest where the earliest occurrence wins (`takes_first`). A table is
+an open-addressing hash table of uint32 entries, probed linearly:
 
     entry = tag | position      0 = empty; a mask parts the two, by the table's capacity
 
@@ -195,6 +196,7 @@ def _insert(
     table_size: int,
     mask: int,
     hashes: np.ndarray,
+    takes_first: bool,
 ) -> None:
     """Insert every n-gram that ends in [first, num_tokens), so that a token comes after it."""
     min_size, max_size = sizes
@@ -214,7 +216,8 @@ def _insert(
                 ngram_hash = hashes[end - chunk, level]
                 size = min_size + level
                 index = _probe(history, drafts, end, size, level, ngram_hash, entries, table_size, mask)
-                entries[index] = _tag(ngram_hash, mask) | end
+                if not takes_first or entries[index] == 0:
+                    entries[index] = _tag(ngram_hash, mask) | end
 
 
 @compiled()
@@ -226,18 +229,24 @@ def _find(
     table_size: int,
     mask: int,
     hashes: np.ndarray,
+    takes_first: bool,
 ) -> Any:
-    """The latest earlier end of the longest n-gram that ends the sequence, or 0."""
+    """The latest earlier end of the longest n-gram that ends the sequence, or the first such end; 0: there is none."""
     end = len(history) + len(drafts)
     for level in range(_hash_ngrams(history, drafts, end, sizes, hashes) - 1, -1, -1):
         size = sizes[0] + level
-        # N-grams that end among the drafts are not in the table, since drafts may yet be rejected.
-        for earlier_end in range(end - 1, max(len(history), size) - 1, -1):
-            if _common_suffix(history, drafts, end, earlier_end, size) == size:
-                return earlier_end
         index = _probe(history, drafts, end, size, level, hashes[level], entries, table_size, mask)
-        if entries[index] != 0:
-            return np.int64(entries[index]) & mask
+        found = np.int64(entries[index]) & mask if entries[index] != 0 else 0
+        if takes_first and found > 0:
+            return found
+        # N-grams that end among the drafts are not in the table, since drafts may yet be rejected.
+        for earlier_end in range(max(len(history), size), end):
+            if _common_suffix(history, drafts, end, earlier_end, size) == size:
+                found = earlier_end
+                if takes_first:
+                    break
+        if found > 0:
+            return found
     return 0
 
 
@@ -268,9 +277,9 @@ _SIZES = nb.types.UniTuple(nb.int64, 2)
 
 
 @compiled(
-    nb.void(
+    nb.boolean(
         *(_INT32_2D, _INT64_1D, _INT64_1D, _INT32_2D, _INT64_1D, _INT64_1D, _INT64_2D, _INT32_2D),
-        *(_SIZES, nb.int64, _INT32_2D, _INT32_1D, _INT32_1D),
+        *(_SIZES, nb.boolean, nb.int64, _INT32_2D, _INT32_1D, _INT32_1D),
     )
 )
 def update_and_match(
@@ -283,11 +292,12 @@ def update_and_match(
     state: np.ndarray,
     fingerprints: np.ndarray,
     sizes: tuple[int, int],
+    takes_first: bool,
     match_len_cap: int,
     out_token_ids: np.ndarray,
     out_num_tokens: np.ndarray,
     out_match_len: np.ndarray,
-) -> None:
+) -> bool:
     """Index the new tokens of B requests, then look up the tail of each.
 
     Args:
@@ -295,12 +305,22 @@ def update_and_match(
         num_tokens, num_prompt_tokens, max_drafts: [B] int64.
         state_rows: [B] int64, the row of each request in the two arrays below.
         drafts: [B, S] int32, S may be 0.
-        state: [max_num_reqs, NUM_COLUMNS] int64, changed in place; every row that is used has its tables.
+        state: [max_num_reqs, NUM_COLUMNS] int64, changed in place.
         fingerprints: [max_num_reqs, FINGERPRINT_SIZE] int32, changed in place.
         sizes: smallest and largest n-gram size.
+        takes_first: whether the earliest occurrence of an n-gram wins, or the latest; the same in every call.
         match_len_cap: matches are measured up to this many tokens.
-        out_token_ids: [B, K] int32 full of -1; out_num_tokens, out_match_len: [B] int32 zeros.
+        out_token_ids: [B, K] int32, -1 after the last draft; out_num_tokens, out_match_len: [B] int32.
+
+    Returns:
+        Whether it was done: nothing is where a request's tables are too small, or its history longer than its row.
     """
+    for i in range(len(state_rows)):
+        if max(num_tokens[i], 1) > min(state[state_rows[i], CAPACITY], token_ids.shape[1]):
+            return False
+    out_token_ids[:] = -1
+    out_num_tokens[:] = 0
+    out_match_len[:] = 0
     num_sizes = sizes[1] - sizes[0] + 1
     hashes = np.empty((_PREFETCH_ENDS, num_sizes), np.uint64)
     homes = np.empty((_BLOCK, (_PREFETCH_ENDS + 1) * num_sizes, 2), np.int64)
@@ -325,13 +345,14 @@ def update_and_match(
         for i in rows:
             state_row, history = state_rows[i], token_ids[i, : num_tokens[i]]
             entries, table_size, mask = _tables(state, state_row, num_sizes)
-            _insert(history, drafts[i], first[i - block], sizes, entries, table_size, mask, hashes)
+            _insert(history, drafts[i], first[i - block], sizes, entries, table_size, mask, hashes, takes_first)
             _note_progress(history, num_prompt_tokens[i], state, fingerprints, state_row)
             if max_drafts[i] <= 0:
                 continue
-            found = _find(history, drafts[i], sizes, entries, table_size, mask, hashes[0])
+            found = _find(history, drafts[i], sizes, entries, table_size, mask, hashes[0], takes_first)
             if found > 0:
                 _draft(history, drafts[i], found, max_drafts[i], out_token_ids[i])
                 out_num_tokens[i] = max_drafts[i]
                 end = len(history) + drafts.shape[1]
                 out_match_len[i] = _common_suffix(history, drafts[i], end, found, match_len_cap)
+    return True

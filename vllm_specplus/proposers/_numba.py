@@ -9,14 +9,23 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 
-def compiled(*signature: Any) -> Callable[[Callable], Any]:
-    """`numba.njit` with a cache on disk, where a folder for it can be written."""
+def compiled(*signature: Any, allocates: bool = True, **options: Any) -> Callable[[Callable], Any]:
+    """`numba.njit` with a cache on disk, where a folder for it can be written.
+
+    Args:
+        signature: of the function; without one each new combination of types is compiled when it comes.
+        allocates: whether the function makes arrays. If not, numba counts no references to those that it reads from a
+            tuple, which costs more than most of what is done with them.
+        options: further options of `numba.njit`.
+    """
+    if not allocates:
+        options["_nrt"] = False
 
     def compile_function(function: Callable) -> Any:
         try:
-            return nb.njit(*signature, cache=True, nogil=True)(function)
+            return nb.njit(*signature, cache=True, nogil=True, **options)(function)
         except RuntimeError:  # "no locator available": neither __pycache__ nor ~ is writable
-            return nb.njit(*signature, nogil=True)(function)
+            return nb.njit(*signature, nogil=True, **options)(function)
 
     return compile_function
 

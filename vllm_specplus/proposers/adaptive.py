@@ -1,6 +1,6 @@
 """Drafts what earns most: the matchers, the references and the draft model offer, and the arbiter chooses."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -72,21 +72,28 @@ class AdaptiveDrafter:
         """Whether no pass is going to be made for these requests: each has given the draft model up."""
         return self._fixed_passes is None and self.arbiter.is_asleep(req_ids)
 
-    def plan(self, history: History, limits: np.ndarray, references: Sequence[ReferenceText | None]) -> int:
+    def plan(
+        self,
+        history: History,
+        limits: np.ndarray,
+        references: Sequence[ReferenceText | None],
+        without_drafts: Iterable[str] = (),
+    ) -> int:
         """Take in the new tokens, and say how many passes of the draft model to make.
 
         Args:
             history: the batch of B requests.
             limits: [B] int, the most drafts of each request.
             references: [B], what each request brought.
+            without_drafts: requests that never may have drafts.
         """
         limits = np.minimum(limits, self._num_slots)
-        self.arbiter.begin(history)
+        self.arbiter.begin_step(history, without_drafts)
         self._offer_matches(history, None, limits)
         if any(reference is not None for reference in references):
             match = _cite(history, limits, references, self._num_slots)
             self.arbiter.offer(self._reference_chain, match.token_ids, match.num_tokens, match.match_len)
-        return self.arbiter.plan_passes() if self._fixed_passes is None else self._fixed_passes
+        return self.arbiter.plan_passes(limits) if self._fixed_passes is None else self._fixed_passes
 
     def draft(self, history: History, limits: np.ndarray, model_drafts: np.ndarray) -> Choice:
         """Choose the drafts of each request.
@@ -98,10 +105,14 @@ class AdaptiveDrafter:
         limits = np.minimum(limits, self._num_slots)
         num_passes = model_drafts.shape[1]
         if num_passes:
-            self.arbiter.offer_model(model_drafts)
+            self.arbiter.offer_model(model_drafts, limits)
         for start in range(1, num_passes + 1):
             self._offer_matches(history, model_drafts[:, :start], np.maximum(limits - start, 0))
         return self.arbiter.choose(limits)
+
+    def withdraw(self, req_ids: Iterable[str]) -> None:
+        """Forget what was offered to these requests: each begins anew under a name that may have been there before."""
+        self.arbiter.withdraw(req_ids)
 
     def retain(self, req_ids: Collection[str]) -> None:
         """Drop the state of every request that is not named."""

@@ -24,8 +24,13 @@ key          the draft
 An agreement grows by one with each token of a chain, so one table serves first and later tokens. All requests share it,
 and the older of its trials count less. Four misses in a row halve what was known: the source may have turned.
 
+Yet one text repeats itself less than another. So each request has a record of its own: how often each source was right
+in it, and how often that was expected. Where it was right less often, its chances in this request are less by as much.
+The record begins as if six hits had been expected and had come, and what is older counts less.
+
 Passes of the draft model are bought in the same way. What the k-th pass adds to the best chain's value is averaged, by
-the agreement that speaks for the history. Where it adds less than it costs, it is left out. The first pass also fills
+the agreement that speaks for the history. Where it adds less than it costs, it is left out, but for a step now and
+then, and the sooner the less is known of it. The first pass also fills
 the draft model's cache, so a request needs it in every step, or never again. A request keeps an account of what the
 model has earned it. Once that is spent, the request gives up the model for good. A common account over all requests
 says whether new ones begin with the model. It earns a small share of all tokens, and with that the model is tried again
@@ -35,7 +40,7 @@ All arithmetic is in integers, in units of 1 / `ONE` tokens. So every rank decid
 these results bit for bit.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -44,11 +49,11 @@ import numpy as np
 from vllm_specplus.proposers.history import History, StateRows
 from vllm_specplus.sources import NGRAM, REFERENCE
 
-_ALLOWANCE = 1.0  # steps' time that a request may lose by the model before it gives it up
+_ALLOWANCE = 3.0  # steps' time that a request may lose by the model before it gives it up
 _MOST_CREDIT = 8.0
 _COMMON_ALLOWANCE = 4.0
-_MOST_COMMON_CREDIT = 16.0  # or debt, for each request of a batch
-_COMMON_SHARE_SHIFT = 3  # of the common credit, 1 / 8 comes to each request's allowance
+_MOST_COMMON_CREDIT, _MOST_COMMON_DEBT = 64.0, 16.0  # for each request of a batch
+_COMMON_SHARE_SHIFT = 5  # of the common credit, 1 / 32 comes to each request's allowance
 _INCOME_SHIFT = 7  # of each token's time, 1 / 128 pays for trying the model again
 # As in `_arbiter`, which imports numba. A test compares them.
 _SHIFT = 16
@@ -106,8 +111,8 @@ class CommonAccount:
         self._num_reqs = 1
 
     def add_tokens(self, num_tokens: int, num_reqs: int, step_price: int) -> None:
-        """A small share of all tokens, which so many requests got in a step, pays for trying the model again."""
-        self._num_reqs = num_reqs
+        """Add the share of a step's tokens that pays for trying the model again; `num_reqs` requests got the tokens."""
+        self._num_reqs = max(num_reqs, 1)
         self.add((num_tokens << (2 * _SHIFT - _INCOME_SHIFT)) // step_price)
 
     def charge(self, prices: Prices) -> None:
@@ -116,8 +121,8 @@ class CommonAccount:
 
     def add(self, profit: int) -> None:
         """Add the profit of the model's passes in a step."""
-        most = int(_MOST_COMMON_CREDIT * _ONE) * self._num_reqs
-        self._credit = min(max(self._credit + profit, -most), most)
+        most, least = int(_MOST_COMMON_CREDIT * _ONE), -int(_MOST_COMMON_DEBT * _ONE)
+        self._credit = min(max(self._credit + profit, least * self._num_reqs), most * self._num_reqs)
 
     def allowance(self) -> int:
         """The credit of a new request; `ASLEEP` where it begins without the model.
@@ -154,8 +159,8 @@ class Choice:
 class Arbiter:
     """Chooses among what the draft model and the chains offer; learns while it runs.
 
-    In each step: `begin`, then `offer` for each chain of start 0, `plan_passes`, the model's passes, `offer_model`,
-    `offer` for the other chains, `choose`.
+    In each step: `begin_step`, then `offer` for each chain of start 0, `plan_passes`, the model's passes,
+    `offer_model`, `offer` for the other chains, `choose`.
 
     Args:
         max_num_reqs: requests that have state at the same time.
@@ -198,7 +203,8 @@ class Arbiter:
             sources=np.array(sources, np.int64),
             is_blind=is_blind,
         )
-        self._known = np.full(max_num_reqs, _arbiter.NO_OFFERS, np.int64)
+        self._record = _arbiter.Record(*np.zeros((2, max_num_reqs, REFERENCE + 1), np.int64))
+        self._offer_positions = np.full(max_num_reqs, _arbiter.NO_OFFERS, np.int64)
         self._state_rows = StateRows(max_num_reqs)
 
         by_length = (_arbiter.NUM_LENGTHS, num_model_steps)
@@ -209,6 +215,16 @@ class Arbiter:
         self._account = CommonAccount()
         self._prices: Prices | None = None
         self.set_prices(Prices(0.0, 1.0))
+        self._load_compiled()
+
+    def _load_compiled(self) -> None:
+        """Take a step without requests: to compile or to load a function takes longer than the steps to be timed."""
+        nobody, nothing = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        self.begin_step(History([], np.zeros((0, 1), np.int32), nobody, nobody))
+        self.offer(0, np.zeros((0, 1), np.int32), nothing, nothing)
+        self.plan_passes(nobody)
+        self.offer_model(np.zeros((0, 1)), nobody)
+        self.choose(nobody)
 
     @property
     def num_requests(self) -> int:
@@ -223,12 +239,13 @@ class Arbiter:
         self._account.charge(prices)
         self._scaled = ScaledPrices.of(prices, self.num_model_steps)
 
-    def begin(self, history: History) -> None:
+    def begin_step(self, history: History, without_drafts: Iterable[str] = ()) -> None:
         """Judge the last step's offers by the tokens that have come since, and make room for this step's.
 
         Args:
             history: the batch of B requests. A request that is not known yet begins with the draft model where that
                 has paid lately.
+            without_drafts: requests that never may have drafts, and so give the draft model up at once.
 
         Raises:
             RuntimeError: more requests have state than there is room for.
@@ -236,9 +253,18 @@ class Arbiter:
         self._rows, new = self._state_rows.assign(history.req_ids)
         for row in new:
             self._begin_request(row)
+        for req_id in without_drafts:
+            if (idle := self._state_rows.find(req_id)) is not None:
+                self._credits[idle] = ASLEEP
         self._num_tokens = np.ascontiguousarray(history.num_tokens[: len(self._rows)], np.int64)
-        num_new = self._compiled.begin(
-            history.token_ids, self._num_tokens, self._rows, self._known, *self._offers, *self.table
+        num_new = self._compiled.begin_step(
+            history.token_ids,
+            self._num_tokens,
+            self._rows,
+            self._offer_positions,
+            *self._offers,
+            *self.table,
+            *self._record,
         )
         self._account.add_tokens(num_new, len(self._rows), self._scaled.step)
 
@@ -256,19 +282,31 @@ class Arbiter:
             self._rows, chain, token_ids, lengths, agreed, offers.chains, offers.lengths, offers.agreed
         )
 
-    def plan_passes(self) -> int:
-        """How many passes of the draft model to make, for all requests of the batch; chains of start 0 are offered."""
-        return self._compiled.plan(self._rows, *self._offers, self._credits, *self._gains, self._scaled.passes)
+    def plan_passes(self, limits: np.ndarray) -> int:
+        """How many passes of the draft model to make, for all requests of the batch; chains of start 0 are offered.
+
+        Args:
+            limits: [B] int, the most drafts of each request.
+        """
+        limits = np.ascontiguousarray(limits, np.int64)
+        return self._compiled.plan(self._rows, limits, *self._offers, self._credits, *self._gains, self._scaled.passes)
 
     def is_asleep(self, req_ids: Sequence[str]) -> bool:
         """Whether each of these requests has given the draft model up."""
         rows = [self._state_rows.find(req_id) for req_id in req_ids]
         return all(row is not None and self._credits[row] == ASLEEP for row in rows)
 
-    def offer_model(self, model_drafts: np.ndarray) -> None:
-        """Offer the draft model's drafts, [B, passes] int, to the requests that have not given it up."""
+    def offer_model(self, model_drafts: np.ndarray, limits: np.ndarray) -> None:
+        """Offer the draft model's drafts to the requests that have not given it up.
+
+        Args:
+            model_drafts: [B, passes] int.
+            limits: [B] int, the most drafts of each request. One that may not draft is offered nothing: in its prompt
+                the model has drafted tokens that are known.
+        """
         offers = self._offers
-        self._compiled.offer_model(self._rows, model_drafts, self._credits, offers.model, offers.passes)
+        drafts, limits = np.ascontiguousarray(model_drafts, np.int32), np.ascontiguousarray(limits, np.int64)
+        self._compiled.offer_model(self._rows, limits, drafts, self._credits, offers.model, offers.passes)
 
     def choose(self, limits: np.ndarray) -> Choice:
         """Choose the drafts of each request among what was offered.
@@ -284,10 +322,11 @@ class Arbiter:
         profit = self._compiled.choose_and_settle(
             self._num_tokens,
             self._rows,
-            self._known,
+            self._offer_positions,
             limits,
             *self._offers,
             self.table.chances,
+            *self._record,
             self._scaled.slot,
             token_ids,
             num_drafts,
@@ -302,12 +341,19 @@ class Arbiter:
         self._account.add(profit)
         return Choice(token_ids, num_drafts, num_model, sources)
 
+    def withdraw(self, req_ids: Iterable[str]) -> None:
+        """Forget what was offered to these requests, unknown ones among them: their text is not what it was."""
+        for req_id in req_ids:
+            if (row := self._state_rows.find(req_id)) is not None:
+                self._offer_positions[row] = self._compiled.NO_OFFERS
+
     def retain(self, req_ids: Collection[str]) -> None:
         """Drop the state of every request that is not named."""
         self._state_rows.retain(req_ids)
 
     def _begin_request(self, row: int) -> None:
-        self._known[row] = self._compiled.NO_OFFERS
+        self._offer_positions[row] = self._compiled.NO_OFFERS
+        self._record.expected[row] = self._record.hits[row] = 0
         self._credits[row] = self._account.allowance() if self.num_model_steps else ASLEEP
 
 

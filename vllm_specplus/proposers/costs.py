@@ -11,7 +11,7 @@ _USUAL = 400
 _COST_MEMORY = 256
 _NUM_RECENT = 32
 _MOST_TIMES_MEDIAN = 3.0  # what took longer counts as this: a pause of the machine is no cost
-_NUM_FIRST = 3
+_NUM_FIRST = 3  # measured before anything counts: any of them may have compiled something, or met a pause
 _LINE_MEMORY = 64
 _MOST_TIMES_USUAL = 2.0
 _LINE_WEIGHT = 0.25  # of the usual cost of a slot, as of steps with a slot more for each request
@@ -76,23 +76,32 @@ class CostMeter:
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
         # Decayed sums over steps: their number, tokens, time, tokens squared, tokens times time.
         self._sums = [0.0] * 5
+        self._first_passes: dict[int, list[float]] = {}
         self._passes: dict[int, float] = {}
+        self._recent_prompts: deque[float] = deque(maxlen=_NUM_RECENT)
 
     def add_step(self, num_tokens: int, time: float) -> float:
         """Add a step of the target in which `num_tokens` tokens were computed; return the time as it counts."""
-        self._recent.append(time)
-        time = min(time, _MOST_TIMES_MEDIAN * sorted(self._recent)[len(self._recent) // 2])
+        time = _bounded(self._recent, time)
         new = (1.0, num_tokens, time, num_tokens * num_tokens, num_tokens * time)
         self._sums = [value * (1 - 1 / _COST_MEMORY) + one for value, one in zip(self._sums, new, strict=True)]
         return time
 
     def add_passes(self, num_passes: int, time: float) -> None:
         """Add some passes of the draft model for a batch, and the time that they took together."""
-        known = self._passes.get(num_passes)
-        if known is None:
-            self._passes[num_passes] = time
-        else:
-            self._passes[num_passes] = known + (min(time, _MOST_TIMES_MEDIAN * known) - known) / _NUM_RECENT
+        usual = self._passes.get(num_passes)
+        if usual is not None:
+            self._passes[num_passes] = usual + (min(time, _MOST_TIMES_MEDIAN * usual) - usual) / _NUM_RECENT
+            return
+        first = self._first_passes.setdefault(num_passes, [])
+        first.append(time)
+        if len(first) == _NUM_FIRST:
+            self._passes[num_passes] = sorted(first)[_NUM_FIRST // 2]
+
+    def add_prompt_passes(self, time: float) -> float:
+        """Add the time of a step's passes over prompts; return it as it counts, 0 for the first ones."""
+        time = _bounded(self._recent_prompts, time)
+        return time if len(self._recent_prompts) >= _NUM_FIRST else 0.0
 
     @property
     def has_steps(self) -> bool:
@@ -119,6 +128,12 @@ class CostMeter:
         return Costs(step, min(max(slope, 0.0), step), first, later)
 
 
+def _bounded(recent: deque[float], time: float) -> float:
+    """Add a time to the recent ones; return it as it counts beside them."""
+    recent.append(time)
+    return min(time, _MOST_TIMES_MEDIAN * sorted(recent)[len(recent) // 2])
+
+
 class StepTimes:
     """The time of a step by its tokens: a line through the steps measured, which moves with them.
 
@@ -137,11 +152,11 @@ class StepTimes:
         return self._num_steps
 
     def is_sloped(self, num_reqs: int) -> bool:
-        """Whether the steps measured differ enough to tell what a slot of so many requests costs."""
+        """Whether the steps measured differ enough to tell what a slot of `num_reqs` requests costs."""
         return self._spread >= _LEAST_SPREAD * num_reqs * num_reqs
 
     def add(self, num_tokens: int, num_reqs: int, time: float) -> None:
-        """Add a step of `num_reqs` requests; the first ones may compile something, and only bound the next."""
+        """Add a step of `num_reqs` requests; the first ones only bound the next."""
         self._recent.append((time, num_tokens))
         if len(self._recent) < _NUM_FIRST:
             return
@@ -164,7 +179,10 @@ class StepTimes:
             self._spread = most
 
     def times(self, token_counts: Sequence[int], num_reqs: int) -> list[float]:
-        """The time of steps with so many tokens; until it is known, a slot of all requests costs what is usual."""
+        """The time of a step with each of `token_counts` tokens.
+
+        Until it is known, a slot of all requests costs what is usual.
+        """
         tokens, time = (self._tokens, self._time) if self._num_steps else (num_reqs, 1.0)
         weight = _LINE_WEIGHT * num_reqs * num_reqs
         slope = (self._product + weight * _PRIOR_SLOT * time / num_reqs) / (self._spread + weight)

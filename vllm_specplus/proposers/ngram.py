@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Collection
+from typing import Literal
 
 import numpy as np
 
@@ -13,10 +14,11 @@ _HUGE_PAGE_SIZE = 2 << 20
 
 
 class NgramMatcher:
-    """Looks up the longest and latest n-gram over prompt, output and model drafts.
+    """Looks up the longest n-gram over prompt, output and model drafts, and of its occurrences the latest or the first.
 
     Let s be history + model drafts. The last `size` tokens of s are looked for earlier in s, from `max_ngram_size` down
-    to `min_ngram_size`. The first size that occurs wins, and of its occurrences the latest, which may overlap the tail.
+    to `min_ngram_size`. The first size that occurs wins. Of its occurrences the latest wins (`match_order` "recent"),
+    which may overlap the tail, or the first ("first"): the prompt's come before the output's, as in FastDeploy.
     The drafts are the tokens that follow it. Where s ends, the copy continues with the tokens just drafted, as in LZ77,
     so a repetition of any period fills all slots. A request's drafts come from its own text only.
     Source: prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding.
@@ -36,6 +38,7 @@ class NgramMatcher:
         min_ngram_size: smallest n-gram size, >= 1.
         max_ngram_size: largest n-gram size, >= min_ngram_size.
         match_len_cap: matches are measured up to this many tokens; raised to `max_ngram_size`.
+        match_order: which occurrence of an n-gram wins.
 
     Raises:
         ValueError: a size out of range.
@@ -49,6 +52,7 @@ class NgramMatcher:
         min_ngram_size: int,
         max_ngram_size: int,
         match_len_cap: int = 64,
+        match_order: Literal["recent", "first"] = "recent",
     ) -> None:
         if not 1 <= min_ngram_size <= max_ngram_size:
             raise ValueError(f"min_ngram_size={min_ngram_size} must lie between 1 and max_ngram_size={max_ngram_size}")
@@ -64,6 +68,7 @@ class NgramMatcher:
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
         self._sizes = (min_ngram_size, max_ngram_size)
+        self._takes_first = match_order == "first"
         self._match_len_cap = max(match_len_cap, max_ngram_size)
         self._state = np.zeros((max_num_reqs, _ngram_index.NUM_COLUMNS), np.int64)
         self._fingerprints = np.zeros((max_num_reqs, _ngram_index.FINGERPRINT_SIZE), np.int32)
@@ -91,36 +96,36 @@ class NgramMatcher:
         """
         num_reqs = len(history.req_ids)
         num_tokens = np.ascontiguousarray(history.num_tokens[:num_reqs], np.int64)
-        self._check(history.token_ids, num_tokens)
+        num_prompt_tokens = np.ascontiguousarray(history.num_prompt_tokens[:num_reqs], np.int64)
+        self._check(history.token_ids, num_reqs)
         state_rows, _ = self._state_rows.assign(history.req_ids)
-        # Even an empty history needs tables: the model's drafts are looked up in them.
-        room = self._state[state_rows, self._index.CAPACITY]
-        for i in np.flatnonzero(np.maximum(num_tokens, 1) > room).tolist():
-            self._make_tables(int(state_rows[i]), int(num_tokens[i]))
-
         if model_drafts is None:
             model_drafts = np.empty((num_reqs, 0), np.int32)
         limits = np.ascontiguousarray(max_drafts, np.int64)
         result = Match(
-            np.full((num_reqs, int(limits.max(initial=0))), -1, np.int32),
-            np.zeros(num_reqs, np.int32),
-            np.zeros(num_reqs, np.int32),
+            np.empty((num_reqs, int(limits.max(initial=0))), np.int32),
+            np.empty(num_reqs, np.int32),
+            np.empty(num_reqs, np.int32),
         )
-        self._index.update_and_match(
+        arguments = (
             history.token_ids,
             num_tokens,
-            np.ascontiguousarray(history.num_prompt_tokens[:num_reqs], np.int64),
+            num_prompt_tokens,
             np.ascontiguousarray(model_drafts, np.int32),
             limits,
             state_rows,
             self._state,
             self._fingerprints,
             self._sizes,
+            self._takes_first,
             self._match_len_cap,
             result.token_ids,
             result.num_tokens,
             result.match_len,
         )
+        if not self._index.update_and_match(*arguments):
+            self._make_room(num_tokens, state_rows, history.token_ids.shape)
+            self._index.update_and_match(*arguments)
         return result
 
     def retain(self, req_ids: Collection[str]) -> None:
@@ -129,17 +134,27 @@ class NgramMatcher:
             self._state[row] = 0
             self._tables[row] = None
 
-    def _check(self, token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
+    @staticmethod
+    def _check(token_ids: np.ndarray, num_reqs: int) -> None:
         if token_ids.dtype != np.int32 or not token_ids.flags.c_contiguous:
             raise ValueError(
                 f"token_ids must be C-contiguous int32, got {token_ids.dtype} with strides {token_ids.strides}"
             )
-        longest = min(self.max_model_len, token_ids.shape[1])
-        if len(num_tokens) > len(token_ids) or num_tokens.max(initial=0) > longest:
+        if num_reqs > len(token_ids):
+            raise ValueError(f"{num_reqs} histories do not fit token_ids of shape {token_ids.shape}")
+
+    def _make_room(self, num_tokens: np.ndarray, state_rows: np.ndarray, shape: tuple[int, ...]) -> None:
+        """Make larger tables for the requests whose tables are too small; `shape` is that of all histories."""
+        most = int(num_tokens.max())
+        if most > min(self.max_model_len, shape[1]):
             raise ValueError(
-                f"{len(num_tokens)} histories of up to {num_tokens.max(initial=0)} tokens do not "
-                f"fit token_ids of shape {token_ids.shape} and max_model_len={self.max_model_len}"
+                f"a history of {most} tokens does not fit token_ids of shape {shape} and "
+                f"max_model_len={self.max_model_len}"
             )
+        # Even an empty history needs tables: the model's drafts are looked up in them.
+        room = self._state[state_rows, self._index.CAPACITY]
+        for i in np.flatnonzero(np.maximum(num_tokens, 1) > room).tolist():
+            self._make_tables(int(state_rows[i]), int(num_tokens[i]))
 
     def _make_tables(self, row: int, num_tokens: int) -> None:
         """Give a row of the state empty tables, with room for half as many tokens again."""

@@ -86,7 +86,7 @@ class ReferenceText:
         """
         known = self._num_tokens
         fingerprint = output[max(0, known - _NUM_FINGERPRINT_TOKENS) : known]
-        if known > len(output) or not np.array_equal(fingerprint, self._last):
+        if known > len(output) or fingerprint.tobytes() != self._last:
             self._reset()
         self._take_in(output)
         if self._cursor < 0:
@@ -96,7 +96,7 @@ class ReferenceText:
 
     def _reset(self) -> None:
         self._num_tokens = 0
-        self._last = np.empty(0, np.int32)  # the last tokens of the output
+        self._last = b""  # the last tokens of the output
         self._cursor = 0  # the place in the text that is followed; -1: none
         self._insertion = np.empty(0, np.int32)  # a remembered edit's new tokens, expected before those at the cursor
         self._run = 0  # tokens before the cursor that agree with the output
@@ -131,7 +131,7 @@ class ReferenceText:
             position += 1
         if position > self._num_tokens:
             self._num_tokens = position
-            self._last = output[max(0, position - _NUM_FINGERPRINT_TOKENS) : position].copy()
+            self._last = output[max(0, position - _NUM_FINGERPRINT_TOKENS) : position].tobytes()
 
     def _agreement(self, new: np.ndarray) -> int:
         """Move the cursor on as far as the text agrees with `new` ([m] int32); return the number of tokens."""
@@ -228,7 +228,7 @@ class ReferenceText:
         size = self.min_ngram_size
         if len(output) < size:
             return np.empty(0, np.int64)
-        wanted = _hash_ngrams(output[-size:], size)[0]
+        wanted = _hash_ngram(output[-size:].tolist())
         first = int(self._hashes.searchsorted(wanted))
         if first == len(self._hashes) or self._hashes[first] != wanted:
             return np.empty(0, np.int64)
@@ -272,3 +272,11 @@ def _hash_ngrams(token_ids: np.ndarray, size: int) -> np.ndarray:
     for k in range(size):
         hashes = hashes * np.uint64(_FACTOR) + token_ids[k : k + count].astype(np.uint64)
     return hashes
+
+
+def _hash_ngram(token_ids: list[int]) -> np.uint64:
+    """The hash of one n-gram, as of `_hash_ngrams`: for a few tokens Python is faster than arrays."""
+    value = 0
+    for token in token_ids:
+        value = (value * _FACTOR + token) % 2**64
+    return np.uint64(value)

@@ -5,10 +5,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specplus.requests.options import RequestError, RequestOptions, parse_options
+from vllm_specplus.config.errors import show
+from vllm_specplus.requests.options import KEYS, RequestError, RequestOptions, check_unknown_keys, parse_options
 
 # A body without any of these asks nothing and need not be decoded. A name may be written in escapes.
-_FIELD_NAMES = re.compile(rb'"(?:aux_info|prediction|[sS][pP][^"]*)"\s*:|\\u00[2-7]')
+_FIELD_NAMES = re.compile(rb'"(?:aux_info|prediction|extra_configs?|force_[^"]*|[sS][pP][^"]*)"\s*:|\\u00[2-7]')
+_CONFIG_NAMES = ("extra_config", "extra_configs")
+"""RTP-LLM's objects of a request's options: its document names the first, its source the second."""
+# No field of OpenAI's or vLLM's begins like these.
+_OWN_PREFIXES = ("sp_", "force_sp", "force_disable_sp")
 
 
 @dataclass(frozen=True)
@@ -17,18 +22,21 @@ class RequestBody:
 
     Attributes:
         vllm_body: the body without the plugin's fields; its ``vllm_xargs`` is a dict.
-        options: None if it asks for `aux_info` alone.
-        aux_info: whether the response is to have RTP-LLM's ``aux_info``.
+        options: what it asks.
     """
 
     vllm_body: dict[str, Any]
-    options: RequestOptions | None
-    aux_info: bool
+    options: RequestOptions
+
+    @property
+    def aux_info(self) -> bool:
+        """Whether the response is to have RTP-LLM's ``aux_info``."""
+        return bool(self.options.aux_info)
 
     @property
     def has_reference(self) -> bool:
         """Whether the request brings a text that its output will resemble."""
-        return self.options is not None and self.options.has_reference
+        return self.options.has_reference
 
     @property
     def needs_counts(self) -> bool:
@@ -63,17 +71,65 @@ def read_body(received: bytes) -> RequestBody | None:
     xargs = {} if xargs is None else xargs
     if not isinstance(xargs, dict):
         return None
-    prediction, aux_info = body.pop("prediction", None), body.pop("aux_info", None)
-    if not isinstance(aux_info, bool | None):
-        raise RequestError("aux_info", "aux_info is not allowed: it must be true or false")
-    options = parse_options(xargs if prediction is None else {**xargs, "prediction": prediction})
-    if options is None and not aux_info:
+    options = take_options(body, xargs)
+    if options is None:
         return None
-    vllm_body = {
-        **body,
-        "vllm_xargs": {key: value for key, value in xargs.items() if key not in RequestOptions.model_fields},
-    }
-    return RequestBody(vllm_body, options, bool(aux_info))
+    vllm_body = {**body, "vllm_xargs": {key: value for key, value in xargs.items() if key not in KEYS}}
+    return RequestBody(vllm_body, options)
+
+
+def take_options(body: dict[str, Any], xargs: dict[str, Any]) -> RequestOptions | None:
+    """Take the plugin's fields out of a body; None if they ask for nothing.
+
+    Args:
+        body: the fields at the top level, changed in place.
+        xargs: those in ``vllm_xargs``.
+
+    Raises:
+        RequestError: a field is not allowed.
+    """
+    fields = dict(xargs)
+    for name in _CONFIG_NAMES:
+        _add_fields(fields, _extra_config(name, body.pop(name, None)))
+    check_unknown_keys(body, _OWN_PREFIXES)
+    _add_fields(fields, {key: body.pop(key) for key in KEYS if key in body})
+    return parse_options(fields)
+
+
+def _extra_config(name: str, config: Any) -> dict[str, Any]:
+    """The plugin's fields of an ``extra_config``.
+
+    Raises:
+        RequestError: it is no object, or holds another field, which vLLM would ignore.
+    """
+    if config is None:
+        return {}
+    if not isinstance(config, dict):
+        raise RequestError(name, f"{name} is not allowed: it must be an object")
+    check_unknown_keys(config)
+    for key in config:
+        if key not in KEYS:
+            shown = f"{name}.{key}" if key.isidentifier() else f"{name}[{show(key)}]"
+            raise RequestError(
+                shown,
+                f"{shown} is not allowed: vLLM has its own fields, at the request's top level. Allowed: "
+                f"{', '.join(KEYS)}",
+            )
+    return config
+
+
+def _add_fields(fields: dict[str, Any], more: dict[str, Any]) -> None:
+    """Join the fields of several places; a null is no value.
+
+    Raises:
+        RequestError: two places give one field different values.
+    """
+    for key, value in more.items():
+        if value is None:
+            continue
+        if fields.get(key) is not None and fields[key] != value:
+            raise RequestError(key, f"{key} is given twice, with different values")
+        fields[key] = value
 
 
 def decode_object(encoded: bytes) -> dict[str, Any] | None:

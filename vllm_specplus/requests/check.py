@@ -25,6 +25,7 @@ from vllm_specplus.requests.options import (
     parse_options,
 )
 from vllm_specplus.requests.refusal import RefusedRequestError, shorten_stream_errors
+from vllm_specplus.requests.steps import step_counter
 
 
 class Handover:
@@ -103,11 +104,15 @@ class RequestCheck:
     Attributes:
         model_config: vLLM's.
         drafts: whether the plugin drafts in this engine.
+        allows_force_accept: whether a request may have all of its drafts accepted.
+        is_server: whether requests come over HTTP.
         tokenizer: makes tokens of reference text.
     """
 
     model_config: Any
     drafts: bool
+    allows_force_accept: bool
+    is_server: bool
     tokenizer: _Tokenizer
 
     @classmethod
@@ -122,7 +127,7 @@ class RequestCheck:
         if resolved is None:
             try:
                 options = parse_options(extra)
-                resolved = None if options is None else cls.resolve(options)
+                resolved = None if options is None else cls._resolve_alone(options)
             except RequestError as error:
                 shorten_stream_errors()
                 raise RefusedRequestError(str(error), parameter=error.field) from None
@@ -132,27 +137,48 @@ class RequestCheck:
             sampling_params.extra_args = others | own
 
     @classmethod
-    def resolve(cls, options: RequestOptions, key: str | None = None) -> ResolvedOptions:
+    def _resolve_alone(cls, options: RequestOptions) -> ResolvedOptions:
+        """Resolve options that no middleware has taken out of a request.
+
+        Raises:
+            RequestError: as `resolve`, and for `aux_info` over HTTP, where only the middleware can answer.
+        """
+        if options.aux_info:
+            if cls.is_server:
+                raise RequestError(
+                    "aux_info",
+                    "aux_info is not allowed: the server runs without the middleware "
+                    "vllm_specplus.requests.PredictedOutputs, so start it with VLLM_PLUGINS=specplus",
+                )
+            step_counter.install()
+        return cls.resolve(options)
+
+    @classmethod
+    def resolve(cls, options: RequestOptions, counts_key: str | None = None) -> ResolvedOptions:
         """Resolve a request's options for the workers of this engine.
 
-        Turning text into tokens takes about a second for a million characters. `key`: see `ResolvedOptions`.
+        Turning text into tokens takes about a second for a million characters. `counts_key`: see `ResolvedOptions`.
 
         Raises:
             RequestError: the engine cannot do it, or a token is not in the model's vocabulary.
         """
-        if not cls.drafts:
+        others = [key for key in options.stated_keys if key not in ("aux_info", "force_sp_accept")]
+        if others and not cls.drafts:
+            raise no_drafter_error(others[0])
+        if options.force_sp_accept and not cls.allows_force_accept:
             raise RequestError(
-                options.field,
-                f"{options.field} is not allowed: the engine's speculative config has no method with which "
-                "vllm-specplus drafts",
+                "force_sp_accept",
+                "force_sp_accept=true is not allowed: the speculative config of the server lacks "
+                "allow_force_accept=true",
             )
         token_ids = cls._reference(options)
         limit = cls.model_config.max_model_len
         return ResolvedOptions(
             token_ids=None if token_ids is None else token_ids[:limit],
             edit=options.edit,
-            max_drafts=options.spec_tokens,
-            key=key,
+            max_drafts=options.max_drafts,
+            accepts_all=bool(options.force_sp_accept),
+            counts_key=counts_key,
             num_cut=0 if token_ids is None else max(0, len(token_ids) - limit),
         )
 
@@ -180,25 +206,43 @@ class RequestCheck:
         return token_ids
 
 
-def _make_check(model_config: Any, drafts: bool) -> _EngineClass:
+def no_drafter_error(field: str) -> RequestError:
+    """The error of a field that needs the plugin's drafter, in an engine without one."""
+    return RequestError(
+        field,
+        f"{field} is not allowed: the engine's speculative config has no method with which vllm-specplus drafts",
+    )
+
+
+def _make_check(model_config: Any, drafts: bool, allows_force_accept: bool, is_server: bool) -> _EngineClass:
     attributes = {
         "model_config": model_config,
         "drafts": drafts,
+        "allows_force_accept": allows_force_accept,
+        "is_server": is_server,
         "tokenizer": _Tokenizer(model_config),
-        "arguments": (model_config, drafts),
+        "arguments": (model_config, drafts, allows_force_accept, is_server),
     }
     # Each model runner has its own kind of logits processor.
     return _EngineClass("EngineRequestCheck", (RequestCheck, V1LogitsProcessor, V2LogitsProcessor), attributes)
 
 
-def install(model_config: Any, *, drafts: bool) -> None:
+def install(model_config: Any, *, drafts: bool, allows_force_accept: bool = False, is_server: bool = False) -> None:
     """Have every request of an engine checked.
 
     Args:
         model_config: vLLM's, changed in place.
         drafts: whether the plugin drafts in this engine; if not, a request that asks for drafts is refused.
+        allows_force_accept: whether a request may have all of its drafts accepted.
+        is_server: whether requests come over HTTP.
     """
-    model_config.logits_processors = [*_logits_processors(model_config), _make_check(model_config, drafts)]
+    if is_server:
+        # Workers import this module, and need no web server.
+        from vllm_specplus.requests.unread_fields import refuse_unread_fields
+
+        refuse_unread_fields()
+    check = _make_check(model_config, drafts, allows_force_accept, is_server)
+    model_config.logits_processors = [*_logits_processors(model_config), check]
 
 
 @contextmanager

@@ -17,8 +17,13 @@ def has_drafter(engine_client: Any) -> bool:
 
 
 def check_of_engine(engine_client: Any) -> type[RequestCheck] | None:
-    """The check of the engine's requests; None if the plugin does not draft there, or nothing checks them."""
-    return check_of(engine_client.vllm_config.model_config) if has_drafter(engine_client) else None
+    """The check of the engine's requests; None if nothing checks them."""
+    return check_of(engine_client.vllm_config.model_config)
+
+
+def speculates(engine_client: Any) -> bool:
+    """Whether anything drafts in the engine."""
+    return engine_client.vllm_config.speculative_config is not None
 
 
 async def ask_workers(engine_client: Any, method: str, *args: Any) -> dict[str, Any] | None:

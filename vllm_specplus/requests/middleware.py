@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
 from vllm_specplus.requests.body import RequestBody, read_body
-from vllm_specplus.requests.check import RequestCheck, handover
-from vllm_specplus.requests.engine_client import check_of_engine
+from vllm_specplus.requests.check import handover, no_drafter_error
+from vllm_specplus.requests.engine_client import check_of_engine, has_drafter, speculates
 from vllm_specplus.requests.options import HANDOVER_ENTRY, RequestError, ResolvedOptions
 from vllm_specplus.requests.response import (
     JSON_TYPE,
@@ -27,6 +27,7 @@ from vllm_specplus.requests.response import (
     headers_of,
     media_type_of,
 )
+from vllm_specplus.requests.steps import step_counter
 
 logger = init_logger("vllm.specplus")
 
@@ -38,11 +39,12 @@ _SCOPE_MARK = "specplus"
 class PredictedOutputs:
     """ASGI middleware for ``vllm serve --middleware vllm_specplus.requests.PredictedOutputs``.
 
-    It acts on POSTs of JSON to the chat completions and completions of an engine in which the plugin drafts. The
-    plugin's fields do not go to vLLM: their meaning waits in `check.handover`. A request with a reference gets
-    ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true``
-    gets RTP-LLM's ``aux_info`` (``cost_time`` in milliseconds), a stream in its last chunk. A field that is not allowed
-    is answered with HTTP 400. Requests that ask nothing of the plugin pass through unchanged.
+    It acts on POSTs of JSON to the chat completions and completions. The plugin's fields do not go to vLLM: their
+    meaning waits in `check.handover`. A request with a reference gets ``accepted_prediction_tokens`` and
+    ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true`` gets RTP-LLM's ``aux_info``
+    (``cost_time`` in milliseconds), a stream in its last chunk. A field that is not allowed is answered with HTTP 400,
+    and so is one that needs the plugin's drafter in an engine without it; OpenAI's ``prediction`` is ignored there.
+    Requests that ask nothing of the plugin pass through unchanged.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -54,13 +56,7 @@ class PredictedOutputs:
         arrival = time.perf_counter()
         scope = {**scope, _SCOPE_MARK: True}
         engine_client = getattr(_state(scope), "engine_client", None)
-        check = check_of_engine(engine_client)
-        if check is None:
-            logger.warning_once(
-                "PredictedOutputs does nothing: the engine's speculative config has no method of vllm-specplus, or its "
-                "requests cannot be checked",
-                scope="process",
-            )
+        if engine_client is None:
             return await self.app(scope, receive, send)
         try:
             received = await Request(scope, receive).body()
@@ -68,14 +64,17 @@ class PredictedOutputs:
             return None
         key = uuid4().hex
         try:
-            body = read_body(received)
-            resolved = None if body is None else await _resolve(body, check, key)
+            body = _without_ignored_prediction(read_body(received), engine_client)
+            resolved = None if body is None else await _resolve(body, engine_client, key)
         except RequestError as error:
             refusal = error_response(HTTPStatus.BAD_REQUEST, "BadRequestError", str(error), error.field)
             return await refusal(scope, receive, send)
         if body is None or resolved is None:
             return await self.app(scope, _replay(received, receive), send)
-        return await self._run(body, resolved, Report(engine_client, key, body, arrival), scope, receive, send)
+        report = Report(engine_client, key, body, arrival)
+        if body.aux_info and resolved.counts_key is None:
+            report.steps = step_counter.watch(key)
+        return await self._run(body, resolved, report, scope, receive, send)
 
     async def _run(
         self, body: RequestBody, resolved: ResolvedOptions, report: Report, scope: Scope, receive: Receive, send: Send
@@ -94,9 +93,11 @@ class PredictedOutputs:
             await self.app(scope, _replay(encoded, receive), send)
         finally:
             handover.drop(report.key)
-            if body.needs_counts:
+            if resolved.counts_key is not None:
                 # The workers keep a request's counts until they are collected.
                 report.ask_for_counts()
+            elif report.steps is not None:
+                step_counter.forget(report.key)
 
 
 def _is_generation(scope: Scope) -> bool:
@@ -113,17 +114,42 @@ def _state(scope: Scope) -> Any:
     return getattr(scope.get("app"), "state", None)
 
 
-async def _resolve(body: RequestBody, check: type[RequestCheck], key: str) -> ResolvedOptions:
+def _drafts(engine_client: Any) -> bool:
+    """Whether the plugin drafts in the engine, and requests can be checked."""
+    return has_drafter(engine_client) and check_of_engine(engine_client) is not None
+
+
+def _without_ignored_prediction(body: RequestBody | None, engine_client: Any) -> RequestBody | None:
+    """The body without OpenAI's ``prediction`` where nothing can use it; None if it asks nothing else."""
+    if body is None or body.options.prediction is None or _drafts(engine_client):
+        return body
+    logger.warning_once(
+        "PredictedOutputs ignores predictions: the engine's speculative config has no method of vllm-specplus, or its "
+        "requests cannot be checked",
+        scope="process",
+    )
+    options = body.options.model_copy(update={"prediction": None})
+    return RequestBody(body.vllm_body, options) if options.stated_keys else None
+
+
+async def _resolve(body: RequestBody, engine_client: Any, key: str) -> ResolvedOptions:
     """Resolve a request's options; the workers keep its counts under `key` if the response needs them.
 
     Raises:
         RequestError: a field is not allowed.
     """
-    counts_key = key if body.needs_counts else None
-    if body.options is None:
-        return ResolvedOptions(key=counts_key)
-    # In a thread, so that the server goes on while text becomes tokens; once for all prompts of the request.
-    return await run_in_threadpool(check.resolve, body.options, counts_key)
+    check, drafts = check_of_engine(engine_client), _drafts(engine_client)
+    counts_key = key if body.needs_counts and drafts else None
+    if check is not None:
+        # In a thread, so that the server goes on while text becomes tokens; once for all prompts of the request.
+        return await run_in_threadpool(check.resolve, body.options, counts_key)
+    refused = [name for name in body.options.stated_keys if name != "aux_info"]
+    if not speculates(engine_client):
+        # Nothing drafts anyway.
+        refused = [name for name in refused if name != "force_disable_sp_run"]
+    if refused:
+        raise no_drafter_error(refused[0])
+    return ResolvedOptions()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

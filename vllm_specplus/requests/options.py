@@ -33,6 +33,10 @@ class RequestError(ValueError):
         self.field = field
 
 
+# vLLM's ``vllm_xargs`` has no truth values, so 0 and 1 stand for them.
+_Flag = bool | Annotated[int, Field(ge=0, le=1)]
+
+
 class _TextPart(BaseModel):
     type: Literal["text"]
     text: str
@@ -65,26 +69,38 @@ class RequestOptions(BaseModel):
     ] = None
     sp_edit: Annotated[bool | Annotated[int, Field(ge=0, le=1)] | None, Field(description="0 or 1")] = None
     spec_tokens: Annotated[int | None, Field(description="an integer of 0 or more", ge=0, lt=_INT32_END)] = None
+    force_disable_sp_run: Annotated[_Flag | None, Field(description="true or false")] = None
+    force_sp_accept: Annotated[_Flag | None, Field(description="true or false")] = None
+    aux_info: Annotated[_Flag | None, Field(description="true or false")] = None
 
     @property
     def stated_keys(self) -> list[str]:
-        """The keys that the request gives, in the order of `KEYS`."""
-        return [key for key in KEYS if getattr(self, key) is not None]
+        """The keys by which the request asks for something, in the order of `KEYS`.
+
+        RTP-LLM's clients may send its defaults along, which ask for nothing: false, and an empty advice.
+        """
+        return [key for key in KEYS if not self._is_neutral(key)]
+
+    def _is_neutral(self, key: str) -> bool:
+        value = getattr(self, key)
+        if key in _ADVICE_KEYS:
+            return not value
+        return value is None or (key in _FLAGS and not value)
 
     @property
     def field(self) -> str:
         """The key that an error names: the reference's, or else the first one."""
-        return self.stated_keys[0]
+        return next(iter(self.stated_keys), KEYS[0])
 
     @property
     def text(self) -> str | None:
         """The reference, if it is given as text."""
-        return self.sp_advice_prompt if self.prediction is None else self.prediction.text
+        return (self.sp_advice_prompt or None) if self.prediction is None else self.prediction.text
 
     @property
     def has_reference(self) -> bool:
         """Whether there is a reference, perhaps an empty one."""
-        return self.field in REFERENCE_KEYS
+        return any(key in REFERENCE_KEYS for key in self.stated_keys)
 
     @property
     def edit(self) -> bool:
@@ -94,23 +110,35 @@ class RequestOptions(BaseModel):
         """
         return bool(self.prediction if self.sp_edit is None else self.sp_edit)
 
+    @property
+    def max_drafts(self) -> int | None:
+        """The most drafts in a step; None = no limit."""
+        return 0 if self.force_disable_sp_run else self.spec_tokens
+
+    @property
+    def drafting_keys(self) -> list[str]:
+        """The keys that ask something of the drafter, without those that a server may ignore."""
+        return [key for key in self.stated_keys if key not in ("prediction", "aux_info", "force_sp_accept")]
+
 
 KEYS = tuple(RequestOptions.model_fields)
 REFERENCE_KEYS = KEYS[:3]
+_ADVICE_KEYS = ("sp_advice_prompt", "sp_advice_prompt_token_ids")
+_FLAGS = ("sp_edit", "force_disable_sp_run", "force_sp_accept", "aux_info")
 # Other values may be long, or text that a message must not repeat.
-_KEYS_SHOWN_WITH_VALUE = ("sp_edit", "spec_tokens")
+_KEYS_SHOWN_WITH_VALUE = ("sp_edit", "spec_tokens", "force_disable_sp_run", "force_sp_accept")
 
 
 def parse_options(extra_args: Mapping[str, Any]) -> RequestOptions | None:
     """Read a request's ``extra_args``; None if none of `KEYS` is among them.
 
-    A key that begins with ``sp`` must be one of `KEYS`; other keys are left to other plugins.
+    A key that begins with ``sp`` or ``force_`` must be one of `KEYS`; other keys are left to other plugins.
 
     Raises:
         RequestError: an unknown key, a value of a wrong type or range, two references, or `sp_edit` 1 without a
             reference.
     """
-    _check_unknown_keys(extra_args)
+    check_unknown_keys(extra_args)
     try:
         options = RequestOptions.model_validate({key: extra_args[key] for key in KEYS if key in extra_args})
     except ValidationError as error:
@@ -124,12 +152,13 @@ def parse_options(extra_args: Mapping[str, Any]) -> RequestOptions | None:
     return options
 
 
-def _check_unknown_keys(extra_args: Mapping[str, Any]) -> None:
+def check_unknown_keys(extra_args: Mapping[str, Any], prefixes: tuple[str, ...] = ("sp", "force_")) -> None:
+    """Raise RequestError for a key that begins like the plugin's and is none of them."""
     for name in extra_args:
         if not isinstance(name, str) or name in (*KEYS, RESOLVED_ENTRY, HANDOVER_ENTRY):
             continue
         spelling = name.lower().replace("-", "_")
-        if spelling.startswith("sp"):
+        if spelling.startswith(prefixes):
             shown = name if name.isidentifier() and len(name) <= _MAX_NAME_LENGTH else show(name)
             meant = nearest(spelling, KEYS, cutoff=0.6)
             hint = f"did you mean {meant}? " if meant else ""
@@ -138,10 +167,10 @@ def _check_unknown_keys(extra_args: Mapping[str, Any]) -> None:
 
 def _check_reference(options: RequestOptions) -> None:
     """Check that there is one reference at most, that `sp_edit` has one, and that a tokenizer can take its text."""
-    given = [key for key in options.stated_keys if key in REFERENCE_KEYS]
-    if len(given) > 1:
-        raise RequestError(given[1], f"{' and '.join(given)} are both given: a request has one reference")
-    if options.sp_edit and not given:
+    keys = [key for key in options.stated_keys if key in REFERENCE_KEYS]
+    if len(keys) > 1:
+        raise RequestError(keys[1], f"{' and '.join(keys)} are both given: a request has one reference")
+    if options.sp_edit and not keys:
         raise RequestError("sp_edit", f"sp_edit=1 is not allowed: it needs one of {', '.join(REFERENCE_KEYS)}")
     text = options.text
     if text is None or text.isascii():
@@ -150,7 +179,7 @@ def _check_reference(options: RequestOptions) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            given[0], f"{given[0]} is not allowed: character {error.start} is half of a surrogate pair"
+            keys[0], f"{keys[0]} is not allowed: character {error.start} is half of a surrogate pair"
         ) from None
 
 
@@ -172,7 +201,9 @@ class ResolvedOptions(BaseModel):
         token_ids: [n] int32, the reference; None = there is none.
         edit: whether the reference is walked along (`sp_edit` 1) or looked up (0).
         max_drafts: the most drafts in a step; None = as many as the engine makes.
-        key: the name under which the request's counts are kept until they are collected; None = nobody collects them.
+        accepts_all: whether each of its drafts is accepted.
+        counts_key: the name under which the request's counts are kept until they are collected; None = nobody collects
+            them.
         num_cut: how many tokens of the reference were left out because it was too long.
     """
 
@@ -182,7 +213,8 @@ class ResolvedOptions(BaseModel):
     token_ids: Annotated[_TokenIds | None, Field(repr=False)] = None
     edit: bool = False
     max_drafts: Annotated[int, Field(ge=0, lt=_INT32_END)] | None = None
-    key: str | None = None
+    accepts_all: bool = False
+    counts_key: str | None = None
     num_cut: Annotated[int, Field(ge=0)] = 0
 
     def to_wire(self) -> dict[str, Any]:

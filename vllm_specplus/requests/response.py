@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -15,6 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_specplus.requests.body import RequestBody, decode_object
 from vllm_specplus.requests.engine_client import ask_workers
+from vllm_specplus.requests.steps import Steps
 
 logger = init_logger("vllm.specplus")
 
@@ -52,12 +52,14 @@ class Report:
         key: the name under which the workers keep the request's counts.
         body: the request.
         arrival: when the request arrived, in seconds of `time.perf_counter`.
+        steps: of the request, where vLLM drafts; None where the workers count.
     """
 
     engine_client: Any
     key: str
     body: RequestBody
     arrival: float
+    steps: Steps | None = None
     _counts: asyncio.Task[dict[str, Any] | None] | None = None
 
     def ask_for_counts(self) -> asyncio.Task[dict[str, Any] | None]:
@@ -72,6 +74,10 @@ class Report:
 
     async def add_to(self, payload: dict[str, Any]) -> None:
         """Add to a payload with usage; it stays as it is if the workers cannot be asked, or none knows the request."""
+        if self.steps is not None:
+            self.steps.arrival = self.arrival
+            payload["aux_info"] = self.steps.aux_info(payload["usage"].get("completion_tokens") or 0)
+            return
         try:
             counts = await asyncio.shield(self.ask_for_counts())
         except Exception as error:
@@ -90,12 +96,7 @@ class Report:
                 "rejected_prediction_tokens": counts["rejected"],
             }
         if self.body.aux_info:
-            payload["aux_info"] = {
-                "iter_count": num_steps,
-                "output_len": num_tokens,
-                "avg_tokens_per_iter": num_tokens / num_steps if num_steps else 0.0,
-                "cost_time": (time.perf_counter() - self.arrival) * 1000,
-            }
+            payload["aux_info"] = Steps(None, num_steps, self.arrival).aux_info(num_tokens)
 
 
 def _end_count_task(task: asyncio.Task[Any]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_specplus.config import SpecPlusOptions
@@ -41,9 +42,9 @@ class LiveRequest:
         return self.resolved.max_drafts
 
     @property
-    def key(self) -> str | None:
+    def counts_key(self) -> str | None:
         """The name under which its counts are kept; None = they are not."""
-        return self.resolved.key
+        return self.resolved.counts_key
 
 
 class LiveRequests:
@@ -70,6 +71,21 @@ class LiveRequests:
         """What a request asks for; None if it asks nothing."""
         return self._requests.get(req_id)
 
+    def max_drafts(self, req_ids: Sequence[str], width: int) -> np.ndarray:
+        """[B] int64: the drafts that each request allows in a step, at most `width`."""
+        if not self._requests:
+            return np.full(len(req_ids), width, np.int64)
+        allowed = [request.max_drafts if (request := self._requests.get(req_id)) else None for req_id in req_ids]
+        return np.array([width if most is None else min(most, width) for most in allowed], np.int64)
+
+    def accept_all(self, req_ids: Sequence[str]) -> np.ndarray | None:
+        """[B] bool: the requests whose drafts are all accepted; None: there is none."""
+        if not self._requests:
+            return None
+        requests = map(self._requests.get, req_ids)
+        chosen = [request is not None and request.resolved.accepts_all for request in requests]
+        return np.array(chosen) if any(chosen) else None
+
     def begin(self, new_requests: Iterable[Any]) -> None:
         """Read the options of requests that are scheduled for the first time.
 
@@ -80,8 +96,8 @@ class LiveRequests:
         """
         for new in new_requests:
             wire = (getattr(new.sampling_params, "extra_args", None) or {}).get(RESOLVED_ENTRY)
-            known = self._requests.get(new.req_id)
-            if known is not None and known.wire == wire:
+            current = self._requests.get(new.req_id)
+            if current is not None and current.wire == wire:
                 continue
             self.finish([new.req_id])
             if wire is not None:
@@ -94,8 +110,8 @@ class LiveRequests:
                 logger.warning_once("a request brings options that its check has not written: they are ignored")
             return
         self._requests[req_id] = LiveRequest(wire, resolved, self._options)
-        if resolved.key is not None:
-            self.counts.begin(resolved.key)
+        if resolved.counts_key is not None:
+            self.counts.begin(resolved.counts_key)
         if resolved.num_cut and self._warns:
             logger.warning(
                 "request %s: its reference is longer than the model length: %d tokens or more are cut off",
@@ -108,12 +124,16 @@ class LiveRequests:
             return True
         return len(token_ids) <= self._max_model_len and token_ids.min() >= 0 and token_ids.max() < self._vocab_size
 
+    def without_drafts(self) -> list[str]:
+        """The requests that allow no drafts."""
+        return [req_id for req_id, request in self._requests.items() if request.max_drafts == 0]
+
     def finish(self, req_ids: Iterable[str]) -> None:
         """Remove requests that have ended; unknown ids are ignored."""
         for req_id in req_ids:
             request = self._requests.pop(req_id, None)
-            if request is not None and request.key is not None:
-                self.counts.finish(request.key)
+            if request is not None and request.counts_key is not None:
+                self.counts.finish(request.counts_key)
 
     def sizes(self) -> dict[str, int]:
         """Entries of each kind; all zero when nothing runs and all counts have been collected."""
@@ -121,9 +141,26 @@ class LiveRequests:
         return {"requests": len(self._requests), "references": references, "request_counts": len(self.counts)}
 
 
-def limits(requests: LiveRequests, req_ids: Sequence[str], width: int) -> np.ndarray:
-    """[B] int64: the drafts that each request allows in a step, at most `width`."""
-    if not len(requests):
-        return np.full(len(req_ids), width, np.int64)
-    allowed = [request.max_drafts if (request := requests.get(req_id)) else None for req_id in req_ids]
-    return np.array([width if most is None else min(most, width) for most in allowed], np.int64)
+class OptionsTracker:
+    """Follows what requests ask where vLLM drafts: whose drafts are all accepted."""
+
+    def __init__(self, vllm_config: Any):
+        options: SpecPlusOptions = vllm_config.speculative_config.specplus
+        warns = get_tp_group().rank_in_group == 0
+        self.live_requests = LiveRequests(options, vllm_config.model_config, warns=warns)
+
+    def before_step(self, scheduler_output: Any) -> None:
+        """Take note of the requests that begin and end with a step; takes vLLM's ``SchedulerOutput``."""
+        self.live_requests.finish(scheduler_output.finished_req_ids)
+        self.live_requests.begin(scheduler_output.scheduled_new_reqs)
+
+    def after_step(self, output: Any) -> None:
+        """Do nothing: nothing is counted."""
+
+    def stats(self) -> dict[str, Any]:
+        """The number of entries of each kind."""
+        return {"entries": self.live_requests.sizes()}
+
+    def collect_request_stats(self, key: str) -> dict[str, int] | None:
+        """None: nothing is counted."""
+        return None

@@ -11,14 +11,14 @@ from vllm_specplus.sources import MODEL
 _MAX_FINISHED_KEYS = 1024
 
 
-def count_step(
+def count_drafts(
     counts: np.ndarray,
     num_model: np.ndarray,
     fill_source: np.ndarray,
     num_drafted: np.ndarray,
     num_accepted: np.ndarray,
 ) -> None:
-    """Add one step of B requests.
+    """Add the drafts of B requests, each of one step.
 
     Args:
         counts: [2, len(SOURCES), K] int64, changed in place.
@@ -26,8 +26,6 @@ def count_step(
         fill_source: [B] int, the source of the other drafts.
         num_drafted, num_accepted: [B] int, drafts that were verified, and how many of them were accepted.
     """
-    if not num_drafted.any():
-        return
     for row, tokens in zip(counts, (num_drafted, num_accepted), strict=True):
         of_model = np.minimum(num_model, tokens)
         row[MODEL] += _num_longer(of_model, row.shape[1])

@@ -10,6 +10,7 @@ from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.proposers.costs import CostMeter, Pace
 
 _PERIOD = 8  # drafting steps between two looks at the clock's results
+_MOST_IN_PASSES = 0.9  # of a step's time: the usual time of its passes may be more than they took
 
 
 def has_no_prompts(scheduler_output: Any) -> bool:
@@ -53,8 +54,9 @@ class StepPrices:
         now = time.perf_counter()
         goes_on = scheduler_output.scheduled_cached_reqs.num_reqs > 0
         if self._num_scheduled and self._num_emitted and goes_on:
-            counted = self._meter.add_step(self._num_scheduled, now - self._began - self._passes_time)
-            self._pace.add(self._num_emitted, counted + self._passes_time)
+            in_passes = min(self._passes_time, _MOST_IN_PASSES * (now - self._began))
+            counted = self._meter.add_step(self._num_scheduled, now - self._began - in_passes)
+            self._pace.add(self._num_emitted, counted + in_passes)
         if scheduler_output.scheduled_new_reqs:
             self._pace.begin_request(len(scheduler_output.num_scheduled_tokens))
         self._num_scheduled, self._num_reqs = 0, len(scheduler_output.num_scheduled_tokens)
@@ -76,14 +78,15 @@ class StepPrices:
         self._passes_time += self._meter.passes_time(num_passes)
 
     def add_past_passes(self, num_passes: int, seconds: float, num_reqs: int, *, is_counted: bool) -> None:
-        """Learn from the passes of an earlier step of so many requests, and their time.
+        """Learn from the passes of an earlier step of `num_reqs` requests, and their time.
 
         In a step that is not counted they have prompts. The arbiter charges the usual time of passes in each step.
         """
         if is_counted:
             self._meter.add_passes(num_passes, seconds)
         else:
-            self._prompts_time += max(seconds - self._meter.passes_time(num_passes), 0.0) * num_reqs
+            counted = self._meter.add_prompt_passes(seconds)
+            self._prompts_time += max(counted - self._meter.passes_time(num_passes), 0.0) * num_reqs
 
     def agree(self, num_reqs: int) -> Prices:
         """The prices for this step's drafts; each worker of a group has to ask in each step that drafts."""

@@ -66,14 +66,14 @@ class Row:
         candidates: first tokens of `order`; the row emits one of them.
         score: z or log(p - q) + noise of each token that may be emitted; the best is emitted.
         draft: the draft under test, or None where there is none that could be accepted.
-        passes: `rejection`: whether the draft under test is accepted.
+        accepts_draft: `rejection`: whether the draft under test is accepted.
     """
 
     order: list[int]
     candidates: list[int]
     score: dict[int, float]
     draft: int | None
-    passes: bool = False
+    accepts_draft: bool = False
 
     @property
     def emits(self) -> int:
@@ -151,8 +151,8 @@ def read_row(inputs: VerifyInputs, r: int, i: int, is_bonus: bool) -> Row:
     else:
         more = [token for token in candidates if p[token] > q[token]]
         score = {token: math.log(p[token] - q[token]) + noise[token].item() for token in more}
-    passes = p.get(proposal, 0.0) > acceptance_uniform(seed, position).item() * q[proposal]
-    return Row(order, candidates, score or {order[0]: 0.0}, draft, passes)
+    accepts_draft = p.get(proposal, 0.0) > acceptance_uniform(seed, position).item() * q[proposal]
+    return Row(order, candidates, score or {order[0]: 0.0}, draft, accepts_draft)
 
 
 def draft_probabilities(inputs: VerifyInputs, r: int, i: int) -> dict[int, float] | None:
@@ -209,18 +209,18 @@ def accepts(inputs: VerifyInputs, rows: list[Row], greedy: bool) -> bool:
     if inputs.policy == "accept_all":
         return True
     if inputs.strategy == "rejection" and not greedy:
-        return row.passes
+        return row.accepts_draft
     if greedy or inputs.strategy == "target_match":
         return row.draft == row.emits
     if inputs.strategy == "topp":
-        return row.draft in row.candidates or second_choice_passes(inputs.verify_window, rows)
+        return row.draft in row.candidates or accepts_second_choice(inputs.verify_window, rows)
     raise NotImplementedError(f"strategy {inputs.strategy!r} has no rule here")
 
 
-def second_choice_passes(verify_window: int, rows: list[Row]) -> bool:
+def accepts_second_choice(verify_window: int, rows: list[Row]) -> bool:
     """Whether the draft comes second in its row, and the next `verify_window` drafts come first in theirs.
 
-    Those drafts pass by themselves: the first of the order is always a candidate.
+    Those drafts are accepted by themselves: the first of the order is always a candidate.
     """
     row, following = rows[0], rows[1 : 1 + verify_window]
     return (

@@ -48,9 +48,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "verify_strategy": (TOPP, TOPP | {"verify_strategy": "greedy"}, SAMPLED),
     "max_candidate_len": (TOPP, TOPP | {"max_candidate_len": 1}, SAMPLED),
     "verify_window": (
-        TOPP | {"max_candidate_len": 1},
-        TOPP | {"max_candidate_len": 1, "verify_window": 1},
-        SAMPLED,
+        TOPP | {"max_candidate_len": 2, "verify_window": 0},
+        TOPP | {"max_candidate_len": 2, "verify_window": 1},
+        {"temperature": 1.2, "top_p": 0.3, "seed": 4},
+    ),
+    "ngram_match_order": (
+        HYBRID | {"min_ngram_size": 1},
+        HYBRID | {"min_ngram_size": 1, "ngram_match_order": "first"},
+        {},
     ),
     "accept_policy": (HYBRID, HYBRID | {"accept_policy": "reject_all"}, {}),
 }
@@ -94,4 +99,5 @@ def test_key_changes_behaviour(key: str, outcome: Callable[..., Outcome]) -> Non
 
 
 def test_every_key_is_tested() -> None:
-    assert set(CASES) == set(SpecPlusOptions.model_fields)
+    # `allow_force_accept` acts on requests that ask for it: test_dialects.py.
+    assert {*CASES, "allow_force_accept"} == set(SpecPlusOptions.model_fields)

@@ -8,6 +8,8 @@ import pytest
 from scipy.stats import chi2, chisquare
 
 from tests.e2e.engines import PROMPTS, engine, speculative
+from vllm_specplus.proposers.arbiter import Arbiter, Prices
+from vllm_specplus.runners.step_prices import StepPrices
 
 SAMPLING = {"temperature": 1.0, "top_k": 6, "max_tokens": 3, "n": 1500}
 SAMPLED_DRAFTS = {"draft_sample_method": "probabilistic"}
@@ -43,6 +45,28 @@ def test_power(strategy: str, trained: Path, draft: Path, stock: Any) -> None:
     """Bug: all drafts are accepted. The p-value falls below 1e-300 (target_match)."""
     broken = speculative("mtp", draft, verify_strategy=strategy, accept_policy="accept_all")
     assert _p_value(tails(trained, broken), stock) < 1e-9
+
+
+def test_sampled_drafts_that_are_chosen(
+    trained: Path, draft: Path, stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By chances that would drop a sampled draft wherever history contradicts it; the model stays awake.
+
+    tests/kernels/arbiter/test_distribution.py has the bug: a choice that looks at what was sampled.
+    """
+    begin_step, prices = Arbiter.begin_step, Prices(slot=0.02, step=1.0, first_pass=0.01, later_pass=0.01)
+
+    def begin_with_fixed_chances(arbiter: Arbiter, *args: Any) -> None:
+        begin_step(arbiter, *args)
+        names, chances = arbiter._compiled, arbiter.table.chances
+        chances[:] = names.ONE * 3 // 4
+        chances[names.ALONE : names.AGREED] = names.ONE * 7 // 8
+        chances[names.DIFFERED : names.CONTRARY] = names.ONE // 9
+
+    monkeypatch.setattr(Arbiter, "begin_step", begin_with_fixed_chances)
+    monkeypatch.setattr(StepPrices, "agree", lambda self, num_reqs: prices)
+    options = {"adaptive": True, "min_ngram_size": 1, "verify_strategy": "rejection"} | SAMPLED_DRAFTS
+    assert _p_value(tails(trained, speculative("mtp_ngram", draft, **options)), stock) > 1e-3
 
 
 def _p_value(observed: Counter[tuple[int, ...]], reference: Counter[tuple[int, ...]]) -> float:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,14 +15,23 @@ MAX_TOKENS = 40
 STEPS = 2
 
 
+@pytest.fixture(scope="module", params=["mtp", "eagle", "draft_model"])
+def drafter(request: pytest.FixtureRequest, trained: Path, tiny: Path, draft: Path) -> tuple[Path, dict[str, Any]]:
+    """A model, and the config of what drafts for it."""
+    config = {"method": request.param, "num_speculative_tokens": STEPS}
+    if request.param == "mtp":
+        return trained, config
+    return tiny, config | {"model": str(draft / "eagle" if request.param == "eagle" else draft)}
+
+
 @pytest.fixture(scope="module")
-def traces(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def traces(drafter: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    model, config = drafter
     folder = tmp_path_factory.mktemp("record")
     rows = [{"kind": "code", "name": str(i), "prompt": prompt} for i, prompt in enumerate(PROMPTS[:3])]
     rows.append({"kind": "text", "name": "text", "prompt": "import os\n", "reference": "import os\n"})
     (folder / "prompts.json").write_text(json.dumps(rows))
-    config = {"method": "mtp", "num_speculative_tokens": STEPS}
-    command = [sys.executable, "benchmarks/record.py", str(trained), str(folder / "prompts.json"), "--ignore-eos"]
+    command = [sys.executable, "benchmarks/record.py", str(model), str(folder / "prompts.json"), "--ignore-eos"]
     command += ["--out", str(folder / "traces.json"), "--max-tokens", str(MAX_TOKENS)]
     command += ["--speculative-config", json.dumps(config), "--max-model-len", "512"]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=600)
@@ -38,8 +48,10 @@ def test_traces_are_complete(traces: list[dict]) -> None:
         assert {len(drafts) for drafts in trace["drafts"][:-2]} == {STEPS}
 
 
-def test_an_engine_takes_the_steps_that_a_replay_takes(traces: list[dict], trained: Path) -> None:
-    with engine(trained, {"method": "mtp", "num_speculative_tokens": STEPS}) as e:
+def test_an_engine_takes_the_steps_that_a_replay_takes(
+    traces: list[dict], drafter: tuple[Path, dict[str, Any]]
+) -> None:
+    with engine(*drafter) as e:
         assert e.tokens([trace["prompt"] for trace in traces], max_tokens=MAX_TOKENS) == [t["output"] for t in traces]
         steps = e.counts().drafts
     assert sum(_num_steps(trace) for trace in traces) == steps

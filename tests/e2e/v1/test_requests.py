@@ -50,6 +50,28 @@ def test_steps_are_saved(proposer: str, trained: Path, draft: Path, base: dict[P
             assert e.counts().drafts - before == -(-(TOKENS - 1) // (width + 1))
 
 
+@pytest.mark.parametrize("proposer", ["naive", "mtp_ngram", "suffix"])
+def test_an_adaptive_engine_saves_these_steps_too(
+    proposer: str, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
+) -> None:
+    """But for a few in which it chooses fewer drafts, at its start perhaps."""
+    config = config_of(proposer, draft) | {"adaptive": True}
+    needed = 1 + -(-(TOKENS - 1) // (config["num_speculative_tokens"] + 1))
+    with engine(trained, config) as e:
+        steps, execute = [], e.runner.execute_model
+
+        def execute_and_count(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            steps.append(scheduler_output.total_num_scheduled_tokens)
+            return execute(scheduler_output, *args, **kwargs)
+
+        e.runner.execute_model = execute_and_count
+        for edit in (0, 1):
+            steps.clear()
+            extra = {"sp_edit": edit, "sp_advice_prompt_token_ids": base[trained][0]}
+            assert ask(e, PROMPTS[:1], [extra], max_tokens=TOKENS) == base[trained][:1]
+            assert needed <= sum(map(bool, steps)) <= needed + 2
+
+
 def test_width_of_128(trained: Path, base: dict[Path, list[list[int]]]) -> None:
     with engine(
         trained, {"method": "naive", "num_speculative_tokens": 128, "adaptive": False}, max_model_len=1024
@@ -149,8 +171,12 @@ def test_an_engine_that_does_not_draft_from_text(tiny: Path) -> None:
     config = {"method": "mtp", "num_speculative_tokens": 2, "verify_strategy": "topp"}
     with engine(tiny, config) as e:
         with pytest.raises(
-            VLLMValidationError, match="sp_edit is not allowed: the engine's speculative config has no method"
+            VLLMValidationError, match="spec_tokens is not allowed: the engine's speculative config has no method"
         ):
-            e.llm.generate("x", SamplingParams(extra_args={"sp_edit": 0}), use_tqdm=False)
-        assert len(e.tokens(PROMPTS[:1], max_tokens=4)[0]) == 4
+            e.llm.generate("x", SamplingParams(extra_args={"spec_tokens": 2}), use_tqdm=False)
+        # RTP-LLM's clients send its defaults along, and these ask for nothing.
+        for extra_args in (None, {"sp_edit": 0, "spec_tokens": None}):
+            sampling = SamplingParams(max_tokens=4, extra_args=extra_args)
+            (output,) = e.llm.generate("x", sampling, use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 4
         assert e.llm.collective_rpc("specplus_stats") == [None]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.e2e.engines import PROMPTS, Engine, engine, speculative
@@ -48,6 +49,28 @@ def strategy(request: pytest.FixtureRequest, trained: Path, draft: Path, plain: 
 @pytest.mark.parametrize("rules", RULES)
 def test_greedy_text(rules: str, strategy: tuple[str, Engine], plain: dict[str, list[list[int]]]) -> None:
     assert strategy[1].tokens(**RULES[rules]) == plain[rules]
+
+
+def test_min_tokens_is_reached_amid_drafts(strategy: tuple[str, Engine], plain: dict[str, list[list[int]]]) -> None:
+    """References bring many tokens in a step. Each request may end with a token that its text has not had before."""
+    ends = [
+        (prompt, text[: i + 1])
+        for prompt, text in zip(PROMPTS, plain["none"], strict=True)
+        for i in range(1, len(text))
+        if text[i] not in text[:i]
+    ]
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=len(text) + 4,
+            min_tokens=len(text) - 1,
+            stop_token_ids=text[-1:],
+            extra_args={"sp_advice_prompt_token_ids": text},
+        )
+        for _, text in ends
+    ]
+    results = strategy[1].llm.generate([{"prompt_token_ids": prompt} for prompt, _ in ends], params, use_tqdm=False)
+    assert [list(r.outputs[0].token_ids) for r in results] == [text for _, text in ends]
 
 
 def test_bad_words_and_masks_when_sampling(strategy: tuple[str, Engine]) -> None:
@@ -98,6 +121,11 @@ def test_logprobs(sampling: dict[str, Any], strategy: tuple[str, Engine]) -> Non
 
 
 def test_structured_output(strategy: tuple[str, Engine]) -> None:
+    check_structured_output(strategy[1])
+
+
+def check_structured_output(e: Engine) -> None:
+    """Check that texts keep to a grammar, greedy and sampled."""
     schema = {
         "type": "object",
         "properties": {"name": {"enum": ["ab", "abcd"]}, "ok": {"type": "boolean"}},
@@ -105,7 +133,7 @@ def test_structured_output(strategy: tuple[str, Engine]) -> None:
         "additionalProperties": False,
     }
     for sampling in ({}, SAMPLED):
-        results = strategy[1].generate(
+        results = e.generate(
             PROMPTS[:4],
             structured_outputs=StructuredOutputsParams(json=schema),
             max_tokens=80,

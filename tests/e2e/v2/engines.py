@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from tests.e2e.engines import PROMPTS, Engine, engine
-from vllm_specplus.engine import lengths
+from vllm_specplus.engine import widths
 
 # Texts are short and few: a step takes a tenth of a second or more under the interpreter.
 FEW = PROMPTS[:4]
@@ -40,11 +40,11 @@ def v1_tokens(model: Path, config: dict[str, Any] | None) -> list[list[int]]:
 
 @contextmanager
 def async_engine(
-    model: Path, config: dict[str, Any] | None, *, chooses_lengths: bool = False, **args: Any
+    model: Path, config: dict[str, Any] | None, *, chooses_widths: bool = False, **args: Any
 ) -> Iterator[Engine]:
     """Start an engine with asynchronous scheduling, which vLLM has off on a CPU.
 
-    Unless it `chooses_lengths`, each step has all slots. Under the interpreter a slot takes as long as a step, so
+    Unless it `chooses_widths`, each step has all slots. Under the interpreter a slot takes as long as a step, so
     hardly any would be chosen.
     """
     platform = type(current_platform)
@@ -56,9 +56,7 @@ def async_engine(
 
     with (
         patch.object(platform, "check_and_update_config", staticmethod(check_and_keep)),
-        nullcontext()
-        if chooses_lengths
-        else patch.object(lengths, "reason_for_fixed_length", lambda setup: "of a test"),
+        nullcontext() if chooses_widths else patch.object(widths, "reason_for_fixed_width", lambda setup: "of a test"),
         engine(model, config, async_scheduling=True, **args) as e,
     ):
         scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler

@@ -20,8 +20,10 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from tests.e2e.engines import engine
 from tests.e2e.references import stats
 from tests.e2e.v2.engines import FEW, async_engine, tokens
-from vllm_specplus.engine import lengths
+from vllm_specplus.engine import widths
 from vllm_specplus.runners.v2 import adaptive_verification as ours
+
+pytestmark = pytest.mark.interpreter
 
 CONFIG = {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
 ON_THE_DEVICE = CONFIG | {"enable_adaptive_verification": True}
@@ -56,7 +58,7 @@ def trimming_engine(model: Path, cost_of_token: float, config: dict[str, Any] = 
     cuda = SimpleNamespace(Stream=Stream, Event=Stream, current_stream=lambda device: Stream())
     fake_torch = SimpleNamespace(**{**vars(torch), "cuda": cuda})
     with (
-        patch.object(lengths, "reason_against_adaptive_verification", lambda setup: None),
+        patch.object(widths, "reason_against_adaptive_verification", lambda setup: None),
         patch.object(VllmConfig, "_validate_adaptive_verification", lambda config: None),
         patch.object(ours, "_unsupported_backend", lambda runner: None),
         patch.object(adaptive_verification, "get_varlen_cudagraph_unsupported_backend", lambda *a, **k: None),
@@ -141,7 +143,7 @@ def test_a_backend_that_cannot_run_it_turns_it_off(
 ) -> None:
     """vLLM's backend for CPUs has no CUDA graphs."""
     with (
-        patch.object(lengths, "reason_against_adaptive_verification", lambda setup: None),
+        patch.object(widths, "reason_against_adaptive_verification", lambda setup: None),
         patch.object(VllmConfig, "_validate_adaptive_verification", lambda config: None),
         async_engine(trained, ON_THE_DEVICE) as e,
     ):

@@ -14,10 +14,15 @@ pytestmark = pytest.mark.interpreter
 
 # Long prompts exceed a chunk of the prefill, and the blocks that a prefix cache drops because of MTP.
 PROMPT_SETS = {"few": FEW, "long": [PROMPTS[0] * 3, PROMPTS[1], list(range(30, 150))]}
+ADAPTIVE = "adaptive"  # a hybrid; test_adaptive.py has more that choose
 ENGINES: dict[str, dict[str, Any]] = {
     "prefix_caching": {"enable_prefix_caching": True, "block_size": 32},
     "chunked_prefill": {"max_num_batched_tokens": 64, "max_num_seqs": 4},
 }
+
+
+def config_of(proposer: str, draft: Path) -> dict[str, Any]:
+    return speculative("mtp_ngram", draft, adaptive=True) if proposer == ADAPTIVE else speculative(proposer, draft)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +62,12 @@ def test_greedy_text(proposer: str, tiny: Path, trained: Path, draft: Path, plai
 
 
 @pytest.mark.parametrize("engine_kind", ENGINES)
-@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "draft_model_ngram", "suffix"])
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "draft_model_ngram", "suffix", ADAPTIVE])
 def test_greedy_text_of_long_prompts(
     proposer: str, engine_kind: str, tiny: Path, trained: Path, draft: Path, plain_text: Any
 ) -> None:
-    model = target(proposer, tiny, trained)
-    with engine(model, speculative(proposer, draft), **ENGINES[engine_kind]) as e:
+    model = trained if proposer == ADAPTIVE else target(proposer, tiny, trained)
+    with engine(model, config_of(proposer, draft), **ENGINES[engine_kind]) as e:
         for _ in range(2):
             assert tokens(e, PROMPT_SETS["long"]) == plain_text[model, "long"]
 
@@ -135,23 +140,23 @@ def test_the_model_makes_its_steps_and_no_more(steps: int, trained: Path, draft:
     assert len(passes) == steps * len(proposals) > 0
 
 
-@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "suffix"])
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "suffix", ADAPTIVE])
 def test_up_to_the_models_length(proposer: str, tiny: Path, draft: Path) -> None:
     prompts = [list(range(40, 90)), [65, 66] * 31, list(range(40, 103))]
     with engine(tiny, max_model_len=64) as e:
         expected = e.tokens(prompts, max_tokens=None)
-    with engine(tiny, speculative(proposer, draft), max_model_len=64) as e:
+    with engine(tiny, config_of(proposer, draft), max_model_len=64) as e:
         assert e.tokens(prompts, max_tokens=None) == expected
     assert [len(t) for t in expected] == [14, 2, 1]
 
 
-@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix"])
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", ADAPTIVE])
 def test_preempted_and_resumed(proposer: str, trained: Path, draft: Path) -> None:
     prompts = [[*PROMPTS[k % 4][:60], 65 + k] for k in range(5)]
     sampling = {"max_tokens": 60}
     with engine(trained, max_model_len=128) as e:
         expected = e.tokens(prompts, **sampling)
-    config = speculative(proposer, draft)
+    config = config_of(proposer, draft)
     with engine(trained, config, max_model_len=128, num_gpu_blocks_override=10, block_size=32) as e:
         assert e.tokens(prompts, **sampling) == expected
         preempted = {m.name: m for m in e.llm.get_metrics()}["vllm:num_preemptions"].value

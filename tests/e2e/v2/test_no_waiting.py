@@ -5,6 +5,7 @@ values on the host, and operations whose result has a shape that depends on valu
 the interpreter reads all that a kernel does.
 """
 
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +27,10 @@ from tests.e2e.engines import engine, speculative
 from tests.e2e.references import ask, config_of, stats
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from tests.runners.v2.suffix_engine import Engine, Event
+from vllm_specplus.proposers.draft_widths import DraftWidths, Plan
 from vllm_specplus.runners.v2 import speculator as v2_speculator
 from vllm_specplus.runners.v2 import states as v2_states
+from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
 from vllm_specplus.runners.v2.drafting import Drafting
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.runners.v2.requests import RequestTracker
@@ -206,6 +209,14 @@ def test_ngram(guard: Guard, trained: Path, draft: Path) -> None:
     assert all(calls.values())
 
 
+def check_requests(e: Any) -> None:
+    """Run requests that ask for nothing, for few drafts, and for those of a reference."""
+    (text,) = tokens(e, FEW[:1], max_tokens=12)
+    extra = [{"sp_advice_prompt_token_ids": text, "sp_edit": 1}, {"spec_tokens": 1}, {}]
+    assert ask(e, [*FEW[:1] * 2, FEW[1]], extra, max_tokens=12)[:2] == [text] * 2
+    assert sum(stats(e)["accepted"]["reference"]) > 0
+
+
 @pytest.mark.parametrize(
     ("proposer", "speculator"),
     [("mtp_ngram", HybridMixin), ("suffix", HistorySpeculator), ("naive", HistorySpeculator)],
@@ -213,12 +224,24 @@ def test_ngram(guard: Guard, trained: Path, draft: Path) -> None:
 def test_asynchronous_scheduling(proposer: str, speculator: type, guard: Guard, trained: Path, draft: Path) -> None:
     """References and suffix trees wait in one place only, for the tokens of the step before."""
     calls = guard_all(guard, speculator) | {"_receive": guard.pause(TokenCopier, "_receive")}
-    calls["end"] = guard.method(RequestTracker, "end")
+    calls["end"] = guard.method(Drafting, "end")
     with async_engine(trained, config_of(proposer, draft)) as e:
-        (text,) = tokens(e, FEW[:1], max_tokens=12)
-        extra = [{"sp_advice_prompt_token_ids": text, "sp_edit": 1}, {"spec_tokens": 1}, {}]
-        assert ask(e, [*FEW[:1] * 2, FEW[1]], extra, max_tokens=12)[:2] == [text] * 2
-        assert sum(stats(e)["accepted"]["reference"]) > 0
+        check_requests(e)
+    assert all(calls.values())
+
+
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix"])
+def test_adaptive(proposer: str, guard: Guard, trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arbiter waits in one place more, for its report of two steps before; with slots, and in a step without."""
+    calls = guard_all(guard, HybridMixin) | {"_receive": guard.pause(TokenCopier, "_receive")}
+    del calls["put_references_first"]
+    calls |= {"_read": guard.pause(AdaptiveFiller, "_read"), "end": guard.method(Drafting, "end")}
+    calls |= {name: guard.method(AdaptiveFiller, name) for name in ("fill", "skip")}
+    config = config_of(proposer, draft, adaptive=True)
+    widths = itertools.cycle([config["num_speculative_tokens"]] * 3 + [0])
+    monkeypatch.setattr(DraftWidths, "choose", lambda self, req_ids: Plan(next(widths)))
+    with async_engine(trained, config, chooses_widths=True) as e:
+        check_requests(e)
     assert all(calls.values())
 
 

@@ -1,17 +1,25 @@
 """Tensor and pipeline parallelism on Model Runner V2: two workers, each in a process of its own."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.engines import engine
-from tests.e2e.parallel import drafts_of_workers, record_drafts
+from tests.e2e.parallel import drafts_of_workers, measure_otherwise, record_drafts
 from tests.e2e.references import ask, asking, config_of
 from tests.e2e.v2.engines import FEW, async_engine, tokens
+from vllm_specplus.proposers.costs import StepTimes
 
 pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture(autouse=True)
+def a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
 
 
 @pytest.mark.parametrize(
@@ -20,6 +28,7 @@ pytestmark = pytest.mark.interpreter
         ("mtp_suffix", {}, engine, "tensor_parallel_size"),
         ("mtp_suffix", {"adaptive": True}, engine, "tensor_parallel_size"),
         ("mtp_ngram", {"adaptive": True}, async_engine, "tensor_parallel_size"),
+        ("mtp_ngram", {"adaptive": True}, partial(async_engine, chooses_widths=True), "tensor_parallel_size"),
         # With synchronous scheduling vLLM cannot draft in a pipeline.
         ("mtp_ngram", {}, async_engine, "pipeline_parallel_size"),
     ],
@@ -33,14 +42,17 @@ def test_two_workers(
     draft: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    # Under the interpreter a slot takes as long as a step.
+    add = StepTimes.add
+    monkeypatch.setattr(StepTimes, "add", lambda self, tokens, reqs, time: add(self, tokens, reqs, 1 + 0.02 * tokens))
     with engine(trained) as e:
         texts = tokens(e)
     two = {parallel: 2, "distributed_executor_backend": "mp"}
     with start(trained, config_of(proposer, draft, **more), **two) as e:
         if parallel == "tensor_parallel_size":
             e.llm.collective_rpc(record_drafts)
+        if more.get("adaptive"):
+            e.llm.collective_rpc(measure_otherwise, args=(True,))
         assert ask(e, FEW * 2, asking(texts), max_tokens=20) == texts * 2
         first, last = e.llm.collective_rpc("specplus_stats")
         assert sum(last["accepted"]["reference"]) > 0
@@ -56,3 +68,14 @@ def test_two_workers(
         else:
             # The last stage drafts.
             assert first is None
+
+
+def test_workers_that_do_not_agree_on_prices_draft_otherwise(trained: Path) -> None:
+    """So `test_two_workers` would notice. A draft model's workers would wait for each other's passes for ever."""
+    config = {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1, "adaptive": True}
+    with engine(trained, config, tensor_parallel_size=2, distributed_executor_backend="mp") as e:
+        e.llm.collective_rpc(record_drafts)
+        e.llm.collective_rpc(measure_otherwise, args=(False,))
+        tokens(e, FEW[:1], max_tokens=4)
+        drafts, drafts_of_last = drafts_of_workers(e)
+    assert drafts != drafts_of_last

@@ -62,9 +62,12 @@ def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, base
     assert 0 <= sum(map(sum, accepted.values())) - counted <= 8 * 13
 
 
-def test_steps_under_asynchronous_scheduling(trained: Path, draft: Path, base: dict[Path, list[list[int]]]) -> None:
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_steps_under_asynchronous_scheduling(
+    adaptive: bool, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
+) -> None:
     """A text that is all in the reference takes a step for each full width; the scheduler may throw one more away."""
-    with async_engine(trained, config_of("naive", draft)) as e:
+    with async_engine(trained, config_of("naive", draft) | {"adaptive": adaptive}) as e:
         assert ask(e, FEW[:1], asking(base[trained])[:1], max_tokens=TOKENS) == base[trained][:1]
         drafted = stats(e)["drafted"]["reference"]
     needed = -(-(TOKENS - 1) // (len(drafted) + 1))

@@ -98,9 +98,10 @@ def test_structured_output(strategy: tuple[str, Engine]) -> None:
             assert isinstance(value["ok"], bool)
 
 
-def test_structured_output_under_asynchronous_scheduling(trained: Path, draft: Path) -> None:
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_structured_output_under_asynchronous_scheduling(adaptive: bool, trained: Path, draft: Path) -> None:
     """The scheduler checks drafts against the grammar, and no padding."""
-    config = speculative("mtp_ngram", draft, verify_strategy="target_match")
+    config = speculative("mtp_ngram", draft, verify_strategy="target_match", adaptive=adaptive)
     rules = {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80, "ignore_eos": False}
     with async_engine(trained, config, **STRUCTURED) as e:
         for result in e.generate(TWO, **rules):

@@ -14,6 +14,7 @@ from tests.e2e.v1.test_sampling import STRUCTURED
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from tests.e2e.v2.warm_up import warmed_up
 from vllm_specplus.kernels import counts, drafts, ngram
+from vllm_specplus.kernels.arbiter import accounts, choice, judgement, offers, passes
 from vllm_specplus.kernels.verify import launch as verify
 from vllm_specplus.runners.v2 import install
 
@@ -23,7 +24,12 @@ KERNELS = {
     counts: ["_count_kernel"],
     drafts: ["_continue_kernel", "_one_hot_kernel"],
     ngram: ["_search_kernel", "_fill_kernel"],
-    verify: ["row_stats_kernel", "accept_kernel", "sample_kernel", "emit_kernel"],
+    verify: ["row_stats_kernel", "judge_kernel", "race_kernel", "emit_kernel", "accept_greedy_kernel"],
+    judgement: ["_judge_kernel", "_update_kernel"],
+    offers: ["_offer_model_kernel", "_offer_chain_kernel", "_search_kernel", "_fill_kernel"],
+    choice: ["_choose_kernel"],
+    accounts: ["_settle_kernel"],
+    passes: ["_plan_kernel"],
 }
 SAMPLED = {"temperature": 0.9, "seed": 3}
 
@@ -73,6 +79,8 @@ def use(e: Engine, texts: list[list[int]]) -> None:
     [
         ("mtp_ngram", engine, {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"}),
         ("mtp_suffix", async_engine, {"draft_sample_method": "probabilistic"}),
+        ("mtp_ngram", async_engine, {"adaptive": True, "verify_strategy": "target_match"}),
+        ("mtp_suffix", engine, {"adaptive": True}),
         (
             "ngram",
             engine,

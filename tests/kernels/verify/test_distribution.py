@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 
 from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, chi_squared, likeliest
-from vllm_specplus.kernels.verify import accept, row_stats, sample, strategies
+from vllm_specplus.kernels.verify import emit, judge, launch, nucleus, race, strategies
 from vllm_specplus.kernels.verify.arguments import Draft, draft_of
-from vllm_specplus.kernels.verify.noise import gumbel_noise
-from vllm_specplus.kernels.verify.nucleus import POS_INF, Residual, score_tokens
+from vllm_specplus.kernels.verify.head import sample_of_head
+from vllm_specplus.kernels.verify.noise import gumbel_noise, least_uniform
+from vllm_specplus.kernels.verify.nucleus import NEG_INF, POS_INF, Residual, sample_before, score_tokens
 from vllm_specplus.verify import verify_draft_tokens
 
 pytestmark = pytest.mark.interpreter
@@ -76,7 +77,7 @@ def takes_one_half(seed, position):
 @pytest.mark.parametrize("mode", ["rejection", "sampled drafts"])
 @pytest.mark.parametrize(
     ("module", "name", "bug"),
-    [(sample, "score_tokens", forgets_the_draft), (strategies, "acceptance_uniform", takes_one_half)],
+    [(nucleus, "score_tokens", forgets_the_draft), (strategies, "acceptance_uniform", takes_one_half)],
 )
 def test_power(mode: str, module: ModuleType, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, name, bug)
@@ -89,8 +90,15 @@ def same_noise(seed, position, tokens):
     return gumbel_noise(seed & 0, position, tokens)
 
 
+@triton.jit
+def same_uniform(seed, position, tokens):
+    """The same bug, where the noise is bounded."""
+    return least_uniform(seed & 0, position, tokens)
+
+
 def test_power_of_target_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_stats, "gumbel_noise", same_noise)
+    monkeypatch.setattr(nucleus, "gumbel_noise", same_noise)
+    monkeypatch.setattr(race, "least_uniform", same_uniform)
     assert p_value("target_match") < 1e-6
 
 
@@ -102,18 +110,38 @@ def allows_all(logits, rows, i_row, temperature):
 
 
 def test_power_with_masked_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accept, "draft_of", allows_all)
-    monkeypatch.setattr(row_stats, "draft_of", allows_all)
+    monkeypatch.setattr(judge, "draft_of", allows_all)
     # 4e-5, where it is 0.09 without the bug.
     assert p_value("masked drafts") < 1e-3
 
 
 @triton.jit
-def forgets_the_cut(row, groups, key, residual, token, floor, max_count, mass_limit, sizes, DRAFT_LOGITS):  # noqa: N803
-    """Bug: a sample outside the candidates stays."""
-    return token
+def forgets_the_cut(row, head, inside, key, residual, DRAFT_LOGITS):  # noqa: N803
+    """Bug: any token of the head is a candidate."""
+    return sample_of_head(row, head, head.tokens < row.vocab_size, key, residual, DRAFT_LOGITS)
 
 
 def test_power_of_topp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "settle_sample", forgets_the_cut)
+    monkeypatch.setattr(judge, "sample_of_head", forgets_the_cut)
     assert p_value("topp") < 1e-6
+
+
+@triton.jit
+def samples_all(row, groups, num_listed, key, residual, token, logit, floor, sizes, DRAFT_LOGITS):  # noqa: N803
+    """Bug: a sample may be less likely than every candidate."""
+    return sample_before(row, groups, num_listed, key, residual, token, logit, NEG_INF, sizes, DRAFT_LOGITS)
+
+
+@triton.jit
+def counts_none(row, groups, num_listed, token, logit, sizes):
+    """The same bug, where such a sample is found out."""
+    return tl.zeros((), tl.int32)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_row_without_a_head(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "HEAD_SIZE", 2)
+    if is_broken:
+        monkeypatch.setattr(emit, "sample_before", samples_all)
+        monkeypatch.setattr(emit, "count_before", counts_none)
+    assert (p_value("topp") < 1e-6) == is_broken

@@ -63,14 +63,14 @@ class Steps:
         self,
         sampled: dict[str, list[int]],
         others: dict[str, tuple[list[int], int]] | None = None,
-        room: dict[str, int] | None = None,
+        max_drafts: dict[str, int] | None = None,
     ) -> dict[str, tuple[list[int], int]]:
         """Draft for the requests that got these tokens.
 
         Args:
             sampled: the tokens of each request.
             others: drafts of model and history, and how many are the model's.
-            room: the most drafts of each request.
+            max_drafts: the most drafts of each request.
 
         Returns:
             The drafts of each request, and how many are the model's.
@@ -82,8 +82,8 @@ class Steps:
         history.num_prompt_tokens[:] = [len(self.prompt[req_id]) for req_id in sampled]
         lists, num_model = zip(*((others or {}).get(req_id, ([], 0)) for req_id in sampled), strict=True)
         drafts = Drafts([list(tokens) for tokens in lists], np.array(num_model, np.int32))
-        rooms = [(room or {}).get(req_id, WIDTH * bool(tokens)) for req_id, tokens in sampled.items()]
-        self.tracker.put_references_first(history, np.array(rooms), drafts)
+        most = [(max_drafts or {}).get(req_id, WIDTH * bool(tokens)) for req_id, tokens in sampled.items()]
+        self.tracker.put_references_first(history, np.array(most), drafts)
         return dict(zip(sampled, zip(drafts.token_ids, drafts.num_model.tolist(), strict=True), strict=True))
 
     def end(self, sampled: dict[str, list[int]]) -> None:
@@ -130,7 +130,7 @@ def test_a_reference_that_does_not_match_leaves_other_drafts() -> None:
 def test_no_more_is_drafted_than_there_is_room_for() -> None:
     steps = Steps()
     steps.begin(*(steps.add(name, TEXT) for name in "abc"))
-    drafts = steps.draft(dict.fromkeys("abc", TEXT[:1]), {"c": FROM_HISTORY}, room={"a": 3, "b": 0, "c": 1})
+    drafts = steps.draft(dict.fromkeys("abc", TEXT[:1]), {"c": FROM_HISTORY}, max_drafts={"a": 3, "b": 0, "c": 1})
     assert drafts == {"a": (TEXT[1:4], 0), "b": ([], 0), "c": (TEXT[1:2], 0)}
 
 
@@ -148,10 +148,10 @@ def test_no_request_drafts_from_anothers_reference() -> None:
     steps.begin(steps.add("a", TEXT), steps.add("b"), steps.add("c", other))
     expected = {"a": (TEXT[2:6], 0), "b": ([], 0), "c": (other[2:], 0)}
     assert steps.draft(dict.fromkeys("abc", TEXT[:2])) == expected
-    assert steps.draft({name: [] for name in "cba"}, room=dict.fromkeys("abc", WIDTH)) == expected
+    assert steps.draft({name: [] for name in "cba"}, max_drafts=dict.fromkeys("abc", WIDTH)) == expected
     steps.begin(ended="a")
     steps.begin(steps.add("a"))
-    assert steps.draft({"a": TEXT[:2], "c": []}, room={"c": 1}) == {"a": ([], 0), "c": (other[2:3], 0)}
+    assert steps.draft({"a": TEXT[:2], "c": []}, max_drafts={"c": 1}) == {"a": ([], 0), "c": (other[2:3], 0)}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_drafts_are_counted_by_who_made_them(options: dict[str, Any], source: st
 def test_only_what_is_verified_counts() -> None:
     """The scheduler cuts drafts, a grammar forbids some, and a preempted request loses its own."""
     steps = Steps()
-    steps.begin(*(steps.add(name, TEXT, key=name) for name in "abcd"))
+    steps.begin(*(steps.add(name, TEXT, counts_key=name) for name in "abcd"))
     first = dict.fromkeys("abcd", TEXT[:1])
     drafts = {name: tokens for name, (tokens, _) in steps.draft(first).items()}
     steps.end(first)
@@ -223,7 +223,9 @@ def test_padding_counts_as_unfilled() -> None:
 
 def test_a_requests_counts_are_only_of_its_reference() -> None:
     steps = Steps()
-    steps.begin(steps.add("a", TEXT, edit=True, key="one"), steps.add("b", key="two"), steps.add("c", TEXT))
+    steps.begin(
+        steps.add("a", TEXT, edit=True, counts_key="one"), steps.add("b", counts_key="two"), steps.add("c", TEXT)
+    )
     # "a" does not begin like its reference, so it keeps the history's drafts.
     first = {"a": [30], "b": TEXT[:1], "c": TEXT[:1]}
     drafts = steps.draft(first, {"a": FROM_HISTORY, "b": FROM_HISTORY})
@@ -241,7 +243,7 @@ def test_counts_are_kept_until_their_request_ends_and_they_are_collected() -> No
     steps = Steps()
     nothing = {"requests": 0, "references": 0, "request_counts": 0}
     assert steps.tracker.stats()["entries"] == nothing
-    steps.begin(steps.add("a", TEXT, key="one"), steps.add("b", key="two"))
+    steps.begin(steps.add("a", TEXT, counts_key="one"), steps.add("b", counts_key="two"))
     steps.end({"a": [5], "b": [5]})
     assert steps.tracker.stats()["entries"] == {"requests": 2, "references": 1, "request_counts": 2}
     assert steps.collect("two") == {"num_requests": 1, "num_steps": 1, "accepted": 0, "rejected": 0}
@@ -263,16 +265,26 @@ def test_drafts_of_a_request_that_has_ended_do_not_count_for_the_next() -> None:
 
 def test_a_request_may_begin_in_the_step_in_which_its_id_ends() -> None:
     steps = Steps()
-    steps.begin(steps.add("a", TEXT, key="one"))
-    steps.begin(steps.add("a", TEXT, key="one"), ended="a")
+    steps.begin(steps.add("a", TEXT, counts_key="one"))
+    steps.begin(steps.add("a", TEXT, counts_key="one"), ended="a")
     assert steps.tracker.stats()["entries"] == {"requests": 1, "references": 1, "request_counts": 1}
     assert steps.draft({"a": TEXT[:1]}) == {"a": (TEXT[1:5], 0)}
+
+
+def test_the_drafter_is_told_of_requests_that_begin() -> None:
+    """A session goes on under its id without having ended."""
+    steps, withdrawn = Steps(), []
+    steps.tracker.drafter = SimpleNamespace(withdraw=withdrawn.append)
+    steps.begin(steps.add("a"))
+    steps.begin(steps.add("a"), steps.add("b"), preempted=["c"])
+    steps.begin(ended=["b"])
+    assert withdrawn == [{"a"}, {"a", "b"}, set()]
 
 
 def test_each_request_has_its_own_limit() -> None:
     steps = Steps()
     steps.begin(steps.add("a", max_drafts=1), steps.add("b"), steps.add("c", TEXT, max_drafts=0))
-    assert steps.tracker.limits(["b", "c", "a"], 3).tolist() == [3, 0, 1]
+    assert steps.tracker.live_requests.max_drafts(["b", "c", "a"], 3).tolist() == [3, 0, 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -305,7 +317,7 @@ def test_any_steps_add_up() -> None:
         new = []
         while len(steps.output) < 4:
             reference = [None, tokens(20)][started % 2]
-            new.append(steps.add(f"request-{started}", reference, edit=True, key="all"))
+            new.append(steps.add(f"request-{started}", reference, edit=True, counts_key="all"))
             started += 1
         chosen = [req_id for req_id in steps.output if rng.random() < 0.8] or list(steps.output)
         scheduled = {}

@@ -136,13 +136,12 @@ class Engine:
         limits = torch.tensor([width * bool(new) for new in sampled.values()], dtype=torch.int32)
         drafts = slots[:, :width]
         arrival = self.copier.advance(batch, drafts, num_steps, limits)
+        if width == 0:
+            self.slot_filler.skip(batch, drafts, num_steps, limits, arrival)
+            return [[] for _ in sampled], [0] * len(sampled)
         num_drafts, num_model = self.slot_filler.fill(batch, drafts, num_steps, limits, arrival)
         assert torch.all(slots[:, max(width, num_steps) :] == SENTINEL)
         assert num_drafts.dtype == num_model.dtype == torch.int32
-        if width == 0:
-            assert not num_drafts.any()
-            assert not num_model.any()
-            return [[] for _ in sampled], num_model.tolist()
         lists = []
         for row, count in zip(slots[:, :width].tolist(), num_drafts.tolist(), strict=True):
             assert count <= width

@@ -147,7 +147,7 @@ class Engine:
         max_drafts = tracker.limit(batch, (num_sampled[: len(sampled)] > 0).to(torch.int32) * width)
         lists = [(others or {}).get(req_id, ([], 0)) for req_id in sampled]
         drafts = torch.tensor([(tokens + [-1] * width)[:width] for tokens, _ in lists]).reshape(len(lists), width)
-        if tracker.references(batch):
+        if tracker.requests_with_reference(batch):
             self.copier.advance(batch, drafts, 0, max_drafts)
         num_drafts, num_model = tracker.put_references_first(
             batch,
@@ -283,7 +283,7 @@ def test_no_request_drafts_from_anothers_reference(is_async):
     engine.add("d", 0, TEXT)
     assert engine.step({"a": [6], "d": [5]}) == {"a": ([], 0), "d": (TEXT[1:5], 0)}
     engine.end("d")
-    assert not engine.tracker.references(engine.batch("a"))
+    assert not engine.tracker.requests_with_reference(engine.batch("a"))
     assert engine.step({"a": [7]}, {"a": FROM_HISTORY}) == {"a": FROM_HISTORY}
 
 
@@ -293,6 +293,7 @@ def test_each_request_has_its_own_limit():
     engine.add("b", 1)
     engine.add("c", 2, TEXT, max_drafts=0)
     engine.add("d", 3, TEXT, max_drafts=9)
+    assert [engine.tracker.allows_drafts(index) for index in range(4)] == [True, True, False, True]
     limit = engine.tracker.limit(engine.batch("dbca"), torch.tensor([4, 3, 3, 3], dtype=torch.int32))
     assert limit.dtype == torch.int32
     assert limit.tolist() == [4, 3, 0, 1]
@@ -327,8 +328,8 @@ def test_drafts_are_counted_by_who_made_them(method, source):
 
 def test_a_requests_counts_go_on_over_preemption():
     engine = Engine()
-    engine.add("a", 1, TEXT, key="one")
-    engine.add("b", 2, key="two")
+    engine.add("a", 1, TEXT, counts_key="one")
+    engine.add("b", 2, counts_key="two")
     engine.step({"a": TEXT[:1], "b": [5]}, {"b": FROM_HISTORY})
     engine.step({"a": [*TEXT[1:3], 30], "b": [1, 1]}, slots={"a": 4, "b": 3})  # "a": 2 of 4
     assert engine.collect("one") == {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 2}
@@ -339,7 +340,7 @@ def test_a_requests_counts_go_on_over_preemption():
     engine.step({"c": TEXT[1:3], "b": [1]}, slots={"c": 4})
     assert engine.collect("one") == {"num_requests": 1, "num_steps": 2, "accepted": 2, "rejected": 2}
     engine.end("c")
-    engine.add("a", 0, TEXT, output=TEXT[:3], key="one")
+    engine.add("a", 0, TEXT, output=TEXT[:3], counts_key="one")
     engine.step({"a": []})
     engine.step({"a": TEXT[3:4]})
     engine.step({"a": TEXT[4:7]}, slots={"a": 3})  # 2 of 3
@@ -354,7 +355,7 @@ def test_a_requests_counts_go_on_over_preemption():
 def test_a_place_counts_for_the_request_that_has_it():
     engine = Engine()
     for name in "ab":
-        engine.add(name, 1, TEXT, key=name)
+        engine.add(name, 1, TEXT, counts_key=name)
         engine.step({name: TEXT[:1]})
         engine.step({name: TEXT[1:3]}, slots={name: 2})
         engine.end(name)
@@ -368,15 +369,15 @@ def test_a_place_counts_for_the_request_that_has_it():
 
 def test_a_request_may_begin_in_the_step_in_which_its_id_ends():
     engine = Engine()
-    engine.add("a", 1, TEXT, key="one")
-    engine.schedule(new_request("a", TEXT, key="one"), ended=["a"])
+    engine.add("a", 1, TEXT, counts_key="one")
+    engine.schedule(new_request("a", TEXT, counts_key="one"), ended=["a"])
     assert engine.tracker.stats()["entries"] == {"requests": 1, "references": 1, "request_counts": 1}
 
 
 def test_requests_of_one_key_are_counted_together():
     engine = Engine()
-    engine.add("a", 1, TEXT, key="one")
-    engine.add("b", 2, TEXT, key="one")
+    engine.add("a", 1, TEXT, counts_key="one")
+    engine.add("b", 2, TEXT, counts_key="one")
     engine.step(dict.fromkeys("ab", TEXT[:1]))
     engine.step({"a": TEXT[1:3], "b": [30]}, slots={"a": 1, "b": 2})
     engine.end("a")
@@ -390,7 +391,7 @@ def test_counts_are_kept_until_their_request_ends_and_they_are_collected():
     engine = Engine()
     nothing = {"requests": 0, "references": 0, "request_counts": 0}
     assert engine.tracker.stats()["entries"] == nothing
-    engine.add("a", 0, TEXT, key="one")
+    engine.add("a", 0, TEXT, counts_key="one")
     engine.add("b", 1, max_drafts=1)
     assert engine.tracker.stats()["entries"] == {"requests": 2, "references": 1, "request_counts": 1}
     engine.end("b")
@@ -474,7 +475,7 @@ def test_any_steps_draft_and_add_up(is_async, edit):
                     engine.end(req_id)
         while len(free) > 1:
             req_id = f"request-{started}"
-            options[req_id] = {"key": req_id, "max_drafts": [None, None, 2][started % 3], "edit": edit}
+            options[req_id] = {"counts_key": req_id, "max_drafts": [None, None, 2][started % 3], "edit": edit}
             if started % 4:
                 options[req_id]["reference"] = tokens(30)
             engine.add(req_id, free.pop(), prompt=tokens(3), **options[req_id])

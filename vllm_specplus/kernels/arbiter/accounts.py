@@ -17,7 +17,6 @@ _BLOCK_LENGTHS = triton.next_power_of_2(NUM_LENGTHS.value)
 def settle(
     state: State,
     idx_mapping: torch.Tensor,
-    limits: torch.Tensor,
     values: torch.Tensor,
     pass_prices: torch.Tensor,
     step_price: torch.Tensor,
@@ -29,8 +28,8 @@ def settle(
 
     Args:
         state: its `credits` and `gains` are changed in place.
-        idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
-        limits: [B] int32, the most drafts of each request; one that may not draft is left out.
+        idx_mapping: [B] int32 or int64, the row of each request; negative: no request. One to which the model has
+            offered nothing is left out.
         values: [B, S + 1] int64, of `choose`.
         pass_prices: [S] int64, >= 0, of each pass for the whole batch.
         step_price: [1] int64, > 0, what a request gets in a step's time.
@@ -42,7 +41,6 @@ def settle(
     """
     num_reqs, num_steps = idx_mapping.shape[0], state.offers.model.shape[1]
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_vector("limits", limits, num_reqs, torch.int32)
     if values.shape != (num_reqs, num_steps + 1) or values.dtype != torch.int64 or not values.is_contiguous():
         raise ValueError(f"values must be contiguous int64 of {(num_reqs, num_steps + 1)}, got {describe(values)}")
     check_vector("pass_prices", pass_prices, num_steps, torch.int64)
@@ -54,7 +52,6 @@ def settle(
             state.credits,
             state.gains,
             idx_mapping,
-            limits,
             values,
             pass_prices,
             step_price,
@@ -67,13 +64,12 @@ def settle(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _settle_kernel(
     offers,  # Offers
     credits_ptr,  # changed in place
     gains,  # Gains, changed in place
     idx_mapping_ptr,
-    limits_ptr,
     values_ptr,
     pass_prices_ptr,
     step_price_ptr,
@@ -84,15 +80,16 @@ def _settle_kernel(
     BLOCK_REQS: tl.constexpr,
     BLOCK_LENGTHS: tl.constexpr,
 ):
-    """Grid (1,): the passes are divided among all requests that have not given the model up."""
-    num_awake = tl.full((), 0, tl.int64)
+    """Grid (1,): the passes are divided among all requests to which the model has offered its drafts."""
+    num_offered = tl.full((), 0, tl.int64)
     for first in range(0, num_reqs, BLOCK_REQS):
-        _, credits = load_credits(credits_ptr, idx_mapping_ptr, first + tl.arange(0, BLOCK_REQS), num_reqs)
-        num_awake += tl.sum((credits != ASLEEP).to(tl.int64), axis=0)
+        rows, _ = load_credits(credits_ptr, idx_mapping_ptr, first + tl.arange(0, BLOCK_REQS), num_reqs)
+        num_offered += tl.sum((tl.load(offers.passes + rows, mask=rows >= 0, other=0) > 0).to(tl.int64), axis=0)
 
     steps = tl.arange(0, sizes.BLOCK_STEPS)
     classes = tl.arange(0, BLOCK_LENGTHS)
-    pass_prices = tl.load(pass_prices_ptr + steps, mask=steps < sizes.NUM_STEPS, other=0) // tl.maximum(num_awake, 1)
+    pass_prices = tl.load(pass_prices_ptr + steps, mask=steps < sizes.NUM_STEPS, other=0)
+    pass_prices = pass_prices // tl.maximum(num_offered, 1)
     step_price = tl.load(step_price_ptr)
     at = classes[:, None] * sizes.NUM_STEPS + steps[None, :]
     is_gain = (classes < NUM_LENGTHS)[:, None] & (steps < sizes.NUM_STEPS)[None, :]
@@ -102,9 +99,8 @@ def _settle_kernel(
     for first in range(0, num_reqs, BLOCK_REQS):
         i_reqs = first + tl.arange(0, BLOCK_REQS)
         rows, credits = load_credits(credits_ptr, idx_mapping_ptr, i_reqs, num_reqs)
-        is_awake = credits != ASLEEP
-        is_awake = is_awake & (tl.load(limits_ptr + i_reqs, mask=is_awake, other=0) > 0)
-        passes = tl.load(offers.passes + rows, mask=is_awake, other=0)
+        passes = tl.load(offers.passes + rows, mask=rows >= 0, other=0)
+        is_offered = passes > 0
         is_made = steps[None, :] < passes[:, None]
         p_values = values_ptr + i_reqs[:, None] * (sizes.NUM_STEPS + 1) + steps[None, :]
         gain = tl.load(p_values + 1, mask=is_made, other=0) - tl.load(p_values, mask=is_made, other=0)
@@ -113,9 +109,9 @@ def _settle_kernel(
         total += tl.sum(profit, axis=0)
         credits = tl.minimum(credits + profit, MOST_CREDIT)
         tl.debug_barrier()  # other threads of this program may still read the same credits
-        tl.store(credits_ptr + rows, tl.where(credits >= 0, credits, ASLEEP), mask=is_awake)
+        tl.store(credits_ptr + rows, tl.where(credits >= 0, credits, ASLEEP), mask=is_offered)
 
-        is_class = classes_of_histories(offers, rows, is_awake, sizes)[:, None] == classes[None, :]
+        is_class = classes_of_histories(offers, rows, is_offered, sizes)[:, None] == classes[None, :]
         is_counted = is_class[:, :, None] & is_made[:, None, :]
         sums += tl.sum(tl.where(is_counted, gain[:, None, :], 0), axis=0)
         trials += tl.sum(is_counted.to(tl.int64), axis=0)

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from vllm_specplus import sources
-from vllm_specplus.kernels.arbiter.keys import copied_keys, first_keys, load_chains, model_keys
+from vllm_specplus.kernels.arbiter.keys import copied_keys, factors, first_keys, load_chains, model_keys
 from vllm_specplus.kernels.arbiter.state import ONE, SHIFT, State, sizes_of
 from vllm_specplus.kernels.checks import check_rows, check_vector
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts
 
+_MODEL = tl.constexpr(sources.MODEL)
 _UNFILLED = tl.constexpr(sources.UNFILLED)
 
 
@@ -44,7 +45,7 @@ def choose(
     """Choose the drafts of each request among what was offered.
 
     Args:
-        state: its `known` is changed in place.
+        state: its `offer_positions` are changed in place.
         num_tokens: [R] int32, known tokens of each request.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request, and no drafts.
         limits: [B] int32, the most drafts of each request; counts as K if more.
@@ -59,7 +60,7 @@ def choose(
     if width != state.offers.chains.shape[2]:
         raise ValueError(f"drafts has {width} columns, but the state was made for {state.offers.chains.shape[2]}")
     check_rows("drafts", drafts, torch.int64)
-    check_vector("num_tokens", num_tokens, state.known.shape[0], torch.int32)
+    check_vector("num_tokens", num_tokens, state.offer_positions.shape[0], torch.int32)
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
     check_vector("limits", limits, num_reqs, torch.int32)
     check_vector("slot_price", slot_price, 1, torch.int64)
@@ -71,7 +72,8 @@ def choose(
         _choose_kernel[(num_reqs,)](
             state.offers,
             state.table.chances,
-            state.known,
+            state.record,
+            state.offer_positions,
             num_tokens,
             idx_mapping,
             limits,
@@ -91,7 +93,8 @@ def choose(
 def _choose_kernel(
     offers,  # Offers
     chances_ptr,
-    known_ptr,  # changed in place
+    record,  # Record
+    positions_ptr,  # changed in place
     num_tokens_ptr,
     idx_mapping_ptr,
     limits_ptr,
@@ -108,16 +111,18 @@ def _choose_kernel(
     row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
     is_request = row >= 0
     num_tokens = tl.load(num_tokens_ptr + row, mask=is_request, other=0)
-    tl.store(known_ptr + row, num_tokens.to(tl.int64), mask=is_request)
+    tl.store(positions_ptr + row, num_tokens.to(tl.int64), mask=is_request)
     limit = tl.minimum(tl.load(limits_ptr + i_req), sizes.WIDTH)
     price = tl.load(price_ptr)
     passes = tl.load(offers.passes + row, mask=is_request, other=0).to(tl.int32)
     chains = load_chains(offers, row, passes, sizes)
 
-    # The value of the model's first drafts by their number, and what survives before each chain: 0 where the drafts
+    # The value of the model's first drafts by their number. What survives before each chain is 0 where the drafts
     # before it are not worth their slots.
     numbers = tl.arange(0, sizes.BLOCK_STEPS)
     chances = tl.load(chances_ptr + model_keys(chains, sizes), mask=numbers < passes, other=0)
+    chances = chances * factors(record, row, _MODEL) >> SHIFT
+    of_chains = factors(record, row, chains.sources)
     values = tl.zeros_like(chances)
     survival, value = tl.full((), ONE, tl.int64), tl.full((), 0, tl.int64)
     before = tl.where(chains.starts == 0, survival, 0)
@@ -128,23 +133,23 @@ def _choose_kernel(
         values = tl.where(numbers == place + 1, value, values)
         before = tl.where(chains.starts == place + 1, survival, before)
 
-    worth = _value_chains(chains, chances_ptr, price, limit, before, sizes)
+    worth = _value_chains(chains, chances_ptr, of_chains, price, limit, before, sizes)
     # What the best chain behind each number of the model's drafts adds: with the next draft known, and without it. That
     # draft also tells more of the chain which is the best without it.
     is_behind = chains.starts[None, :] == numbers[:, None]
     more, behind = _best_of_each(tl.where(is_behind, worth.value[None, :], 0))
     alone, behind_alone = _best_of_each(tl.where(is_behind, worth.alone[None, :], 0))
-    told = _take_each(worth.told[None, :], behind_alone)
+    with_model = _take_each(worth.with_model[None, :], behind_alone)
     if sizes.IS_BLIND:
         # Only what stands behind all of the model's drafts may depend on them.
         more = tl.where(numbers == 0, more, 0)
-        alone, told = more, more
+        alone, with_model = more, more
 
     # By the passes made, and by how many of the model's drafts are taken.
     is_known = numbers[None, :] < numbers[:, None]
     expected = values[None, :] + tl.where(is_known, more[None, :], alone[None, :])
     _, num_best = _best_of_each(tl.where(numbers[None, :] <= numbers[:, None], expected, 0))
-    values = _take_each(values[None, :] + tl.where(is_known, more[None, :], told[None, :]), num_best)
+    values = _take_each(values[None, :] + tl.where(is_known, more[None, :], with_model[None, :]), num_best)
     p_values = values_ptr + i_req * (sizes.NUM_STEPS + 1)
     tl.store(p_values + numbers, values, mask=numbers <= sizes.NUM_STEPS)
 
@@ -165,6 +170,7 @@ def _choose_kernel(
 
     keys = copied_keys(_take(chains.sources, chain), _take(chains.agreed, chain) + slots - num_model)
     of_chain = tl.load(chances_ptr + keys, mask=(slots > num_model) & (slots < num_drafts), other=0)
+    of_chain = of_chain * _take(of_chains, chain) >> SHIFT
     is_first = (slots == num_model) & (slots < num_drafts)
     of_chain = tl.where(is_first, _take(worth.first, chain), of_chain)
     of_model = _take_each(chances[None, :], tl.where(is_model, slots, -1))
@@ -174,41 +180,43 @@ def _choose_kernel(
 class _Worth(NamedTuple):
     """What each chain adds: [BLOCK_CHAINS] each.
 
-    alone: int64, with what is known without the model's drafts. told: int64, the same tokens with what those tell.
-    value, size: int64 and int32, as many tokens as are worth their slots with what the model's drafts tell.
+    alone: int64, with what is known without the model's drafts. with_model: int64, the same tokens with what those
+    tell. value, size: int64 and int32, as many tokens as are worth their slots with what the model's drafts tell.
     first: int64, the chance of the first token with what they tell.
     """
 
     alone: tl.tensor
-    told: tl.tensor
+    with_model: tl.tensor
     value: tl.tensor
     size: tl.tensor
     first: tl.tensor
 
 
 @triton.jit
-def _value_chains(chains, chances_ptr, price, limit, survival, sizes):
+def _value_chains(chains, chances_ptr, factors, price, limit, survival, sizes):
     """The `_Worth` of chains whose first tokens are reached with a chance of `survival`, [BLOCK_CHAINS] int64.
+
+    factors: [BLOCK_CHAINS] int64, of the chains' sources in this request.
 
     A survival never rises. So nothing is worth its slot behind a token that is not.
     """
     slots = tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
     rooms = tl.minimum(chains.lengths, limit - chains.starts)
     keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots)
-    chances = tl.load(chances_ptr + keys, mask=slots < rooms[:, None], other=0)
-    first = tl.load(chances_ptr + first_keys(chains, sizes), mask=rooms > 0, other=0)
+    chances = tl.load(chances_ptr + keys, mask=slots < rooms[:, None], other=0) * factors[:, None] >> SHIFT
+    first = tl.load(chances_ptr + first_keys(chains, sizes), mask=rooms > 0, other=0) * factors >> SHIFT
     survival_alone = survival
-    alone, told, value = tl.zeros_like(survival), tl.zeros_like(survival), tl.zeros_like(survival)
+    alone, with_model, value = tl.zeros_like(survival), tl.zeros_like(survival), tl.zeros_like(survival)
     size = tl.zeros_like(rooms)
     for n in range(tl.max(rooms, axis=0)):
         chance = tl.sum(tl.where(slots == n, chances, 0), axis=1)
         survival_alone = survival_alone * chance >> SHIFT
         survival = survival * tl.where(n == 0, first, chance) >> SHIFT
         alone += tl.maximum(survival_alone - price, 0)
-        told += tl.where(survival_alone > price, survival - price, 0)
+        with_model += tl.where(survival_alone > price, survival - price, 0)
         value += tl.maximum(survival - price, 0)
         size += (survival > price).to(tl.int32)
-    return _Worth(alone, told, value, size, first)
+    return _Worth(alone, with_model, value, size, first)
 
 
 @triton.jit

@@ -8,11 +8,31 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplus.kernels.arbiter.keys import copied_keys, first_keys, halve, load_chains, model_keys
-from vllm_specplus.kernels.arbiter.state import MAX_MISSES, MAX_TRIALS, NO_OFFERS, NUM_KEYS, ONE, TRIAL, State, sizes_of
+from vllm_specplus import sources
+from vllm_specplus.kernels.arbiter.keys import (
+    NUM_RECORDED,
+    copied_keys,
+    first_keys,
+    halve,
+    load_chains,
+    model_keys,
+)
+from vllm_specplus.kernels.arbiter.state import (
+    MAX_EXPECTED,
+    MAX_MISSES,
+    MAX_TRIALS,
+    NO_OFFERS,
+    NUM_KEYS,
+    ONE,
+    TRIAL,
+    State,
+    sizes_of,
+)
 from vllm_specplus.kernels.checks import check_rows, check_vector
 
 _BLOCK_KEYS = triton.next_power_of_2(NUM_KEYS.value)
+_BLOCK_SOURCES = tl.constexpr(triton.next_power_of_2(NUM_RECORDED.value))
+_MODEL = tl.constexpr(sources.MODEL)
 
 
 class _Texts(NamedTuple):
@@ -40,7 +60,7 @@ def judge_and_update(
     Raises:
         ValueError: a tensor of another shape, dtype or layout.
     """
-    num_reqs, max_num_reqs = idx_mapping.shape[0], state.known.shape[0]
+    num_reqs, max_num_reqs = idx_mapping.shape[0], state.offer_positions.shape[0]
     check_rows("token_ids", token_ids, torch.int32)
     check_vector("num_tokens", num_tokens, max_num_reqs, torch.int32)
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
@@ -50,7 +70,8 @@ def judge_and_update(
             _Texts(token_ids, token_ids.stride(0), token_ids.shape[1], num_tokens, idx_mapping),
             state.offers,
             state.table,
-            state.known,
+            state.record,
+            state.offer_positions,
             num_new,
             sizes_of(state),
             num_warps=1,
@@ -63,7 +84,8 @@ def _judge_kernel(
     texts,  # _Texts
     offers,  # Offers, changed in place
     table,  # Table, changed in place
-    known_ptr,
+    record,  # Record, changed in place
+    positions_ptr,
     num_new_ptr,  # changed in place
     sizes,  # Sizes
 ):
@@ -71,11 +93,11 @@ def _judge_kernel(
     row = tl.load(texts.idx_mapping_ptr + tl.program_id(0)).to(tl.int64)
     if row < 0:
         return
-    known = tl.load(known_ptr + row)
-    num_new = tl.minimum(tl.load(texts.num_tokens_ptr + row), texts.max_len) - known
-    num_new = tl.where(known == NO_OFFERS, 0, tl.maximum(num_new, 0)).to(tl.int32)
+    first = tl.load(positions_ptr + row)
+    num_new = tl.minimum(tl.load(texts.num_tokens_ptr + row), texts.max_len) - first
+    num_new = tl.where(first == NO_OFFERS, 0, tl.maximum(num_new, 0)).to(tl.int32)
     tl.atomic_add(num_new_ptr, num_new.to(tl.int64))
-    p_new = texts.ptr + row * texts.stride + known
+    p_new = texts.ptr + row * texts.stride + first
     passes = tl.load(offers.passes + row).to(tl.int32)
     chains = load_chains(offers, row, passes, sizes)
 
@@ -84,7 +106,9 @@ def _judge_kernel(
     drafted = tl.load(offers.model + row * sizes.NUM_STEPS + places, mask=is_judged, other=0)
     is_hit = is_judged & (drafted == tl.load(p_new + places, mask=is_judged, other=0))
     right = tl.min(tl.where(is_hit, sizes.BLOCK_STEPS, places), axis=0)
-    _count(table, model_keys(chains, sizes), is_judged & (places <= right), is_hit)
+    is_judged = is_judged & (places <= right)
+    expected_of_model = _count(table, model_keys(chains, sizes), is_judged, is_hit)
+    hits_of_model = tl.where(is_judged & is_hit, ONE, 0)
 
     which = tl.arange(0, sizes.BLOCK_CHAINS)
     slots = tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
@@ -101,7 +125,16 @@ def _judge_kernel(
         # What the model drafts as well has been judged as its draft.
         is_judged = is_judged & ((slots > 0) | (chains.is_models == 0)[:, None])
         keys = tl.where(slots == 0, first_keys(chains, sizes)[:, None], keys)
-    _count(table, keys, is_judged, is_hit)
+    expected = _count(table, keys, is_judged, is_hit)
+
+    is_source = chains.sources[:, None] == tl.arange(0, _BLOCK_SOURCES)[None, :]
+    expected = tl.sum(tl.where(is_source, tl.sum(expected, axis=1)[:, None], 0), axis=0)
+    hits = tl.sum(tl.where(is_judged & is_hit, ONE, 0).to(tl.int64), axis=1)
+    hits = tl.sum(tl.where(is_source, hits[:, None], 0), axis=0)
+    of_model = tl.arange(0, _BLOCK_SOURCES) == _MODEL
+    expected += tl.where(of_model, tl.sum(expected_of_model, axis=0), 0)
+    hits += tl.where(of_model, tl.sum(hits_of_model, axis=0), 0)
+    _add_to_record(record, row, expected, hits, num_new > 0)
 
     tl.debug_barrier()  # other threads of this program may still read what is now taken away
     tl.store(offers.lengths + row * sizes.NUM_CHAINS + which, tl.zeros_like(which), mask=which < sizes.NUM_CHAINS)
@@ -110,10 +143,25 @@ def _judge_kernel(
 
 @triton.jit
 def _count(table, keys, is_judged, is_hit):
-    """Count trials, and those of them that were hits."""
+    """Count trials, and those of them that were hits; returns the chance of each, and 0 where there was no trial."""
     one = tl.full(keys.shape, 1, tl.int64)
     tl.atomic_add(table.new_trials + keys, one, mask=is_judged)
     tl.atomic_add(table.new_hits + keys, one, mask=is_judged & is_hit)
+    return tl.load(table.chances + keys, mask=is_judged, other=0)
+
+
+@triton.jit
+def _add_to_record(record, row, expected, hits, is_changed):
+    """Add to a request's record, [_BLOCK_SOURCES] int64 each, and halve what has grown too large."""
+    which = tl.arange(0, _BLOCK_SOURCES)
+    is_read = which < tl.where(is_changed, NUM_RECORDED, 0)
+    at = row * NUM_RECORDED + which
+    expected += tl.load(record.expected + at, mask=is_read, other=0)
+    hits += tl.load(record.hits + at, mask=is_read, other=0)
+    hits, expected = halve(hits, expected, MAX_EXPECTED)
+    tl.debug_barrier()  # other threads of this program may still read the same
+    tl.store(record.expected + at, expected, mask=is_read)
+    tl.store(record.hits + at, hits, mask=is_read)
 
 
 @triton.jit

@@ -8,9 +8,20 @@ import triton
 import triton.language as tl
 
 from vllm_specplus import sources
-from vllm_specplus.kernels.arbiter.state import AGREED, ALONE, CONTRARY, COPIED, DIFFERED, NUM_LENGTHS, NUM_PLACES
+from vllm_specplus.kernels.arbiter.state import (
+    AGREED,
+    ALONE,
+    CONTRARY,
+    COPIED,
+    DIFFERED,
+    NUM_LENGTHS,
+    NUM_PLACES,
+    ONE,
+    PRIOR_EXPECTED,
+)
 
 _NGRAM = tl.constexpr(sources.NGRAM)
+NUM_RECORDED = tl.constexpr(sources.REFERENCE + 1)  # sources
 
 
 class Chains(NamedTuple):
@@ -62,8 +73,8 @@ def model_keys(chains, sizes):
         agrees = tl.max((speaks & chains.is_models[None, :]).to(tl.int32), axis=1) > 0
         counts = speaks & (chains.is_models[None, :] | (agrees == 0)[:, None])
         length = tl.max(tl.where(counts, chains.agreed[None, :], 0), axis=1)
-        told = tl.where(agrees, AGREED, DIFFERED) + length_class(length)
-        keys = tl.where(tl.max(speaks.to(tl.int32), axis=1) > 0, told, keys)
+        with_chains = tl.where(agrees, AGREED, DIFFERED) + length_class(length)
+        keys = tl.where(tl.max(speaks.to(tl.int32), axis=1) > 0, with_chains, keys)
     return keys
 
 
@@ -82,9 +93,19 @@ def first_keys(chains, sizes):
         agrees = (chains.lengths > 0) & chains.is_models
         agrees = agrees[None, :] & (chains.starts[None, :] == chains.starts[:, None])
         length = tl.max(tl.where(agrees, chains.agreed[None, :], 0), axis=1)
-        told = tl.where(chains.is_models, AGREED + length_class(length), CONTRARY - COPIED + keys)
-        keys = tl.where(chains.has_model, told, keys)
+        with_model = tl.where(chains.is_models, AGREED + length_class(length), CONTRARY - COPIED + keys)
+        keys = tl.where(chains.has_model, with_model, keys)
     return keys
+
+
+@triton.jit
+def factors(record, row, sources):
+    """What the chances of these sources are multiplied by in a request: int64, in units of 1 / ONE."""
+    at = row * NUM_RECORDED + sources
+    is_read = sources < tl.where(row >= 0, NUM_RECORDED, 0)
+    hits = tl.load(record.hits + at, mask=is_read, other=0) + PRIOR_EXPECTED
+    expected = tl.load(record.expected + at, mask=is_read, other=0) + PRIOR_EXPECTED
+    return tl.minimum(hits, expected) * ONE // expected
 
 
 @triton.jit

@@ -10,7 +10,15 @@ import triton.language as tl
 
 from vllm_specplus.kernels.arbiter.state import ASLEEP, State, sizes_of
 from vllm_specplus.kernels.checks import check_rows, check_vector, describe
-from vllm_specplus.kernels.ngram import Texts, best_of_block, check_search, load_request, load_tokens, split_text
+from vllm_specplus.kernels.ngram import (
+    Texts,
+    best_of_block,
+    check_search,
+    end_of_key,
+    load_request,
+    load_tokens,
+    split_text,
+)
 
 
 def offer_model(state: State, idx_mapping: torch.Tensor, model_drafts: torch.Tensor) -> None:
@@ -146,6 +154,7 @@ def offer_ngrams(
     min_ngram_size: int,
     max_ngram_size: int,
     match_len_cap: int,
+    takes_first: bool = False,
     first_chain: int = 0,
     chains_per_start: int = 1,
 ) -> None:
@@ -163,6 +172,7 @@ def offer_ngrams(
         min_ngram_size: tokens of the shortest n-gram, >= 1.
         max_ngram_size: tokens of the longest n-gram, >= min_ngram_size.
         match_len_cap: agreements are measured up to this many tokens; raised to `max_ngram_size`.
+        takes_first: whether the first occurrence of an n-gram wins, or the latest.
         first_chain: the index of the chain behind no drafts.
         chains_per_start: from there, the distance of the chain behind one draft, and so on.
 
@@ -189,7 +199,7 @@ def offer_ngrams(
     num_splits, block = split_text(max_len)
     keys = torch.empty((num_reqs, num_starts, num_splits), dtype=torch.int64, device=token_ids.device)
     texts = Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping, limits)
-    sizes, same = sizes_of(state), {"NUM_SPLITS": num_splits, "BLOCK": block}
+    sizes, same = sizes_of(state), {"NUM_SPLITS": num_splits, "BLOCK": block, "TAKES_FIRST": takes_first}
     _search_kernel[(num_reqs, num_splits, num_starts)](
         texts, state.offers, keys, sizes, MIN_SIZE=min_ngram_size, MAX_SIZE=max_ngram_size, **same
     )
@@ -241,6 +251,7 @@ def _search_kernel(
     sizes,  # Sizes
     NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAKES_FIRST: tl.constexpr,
     MIN_SIZE: tl.constexpr,
     MAX_SIZE: tl.constexpr,
 ):
@@ -271,6 +282,7 @@ def _search_kernel(
             MIN_SIZE,
             MAX_SIZE,
             sizes.NUM_STEPS,
+            TAKES_FIRST,
         )
     tl.store(keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + start) * NUM_SPLITS + i_split, best)
 
@@ -283,6 +295,7 @@ def _fill_kernel(
     sizes,  # Sizes
     NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAKES_FIRST: tl.constexpr,
     FIRST_CHAIN: tl.constexpr,
     CHAINS_PER_START: tl.constexpr,
     MATCH_LEN_CAP: tl.constexpr,
@@ -302,7 +315,7 @@ def _fill_kernel(
     num_written = tl.minimum(tl.cdiv(tail.end - 1, BLOCK), NUM_SPLITS)
     is_read = splits < tl.where(tail.room > 0, num_written, 0)
     p_keys = keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + start) * NUM_SPLITS
-    found = tl.max(tl.load(p_keys + splits, mask=is_read, other=0), axis=0).to(tl.int32)  # the low half of a key
+    found = end_of_key(tl.max(tl.load(p_keys + splits, mask=is_read, other=0), axis=0), TAKES_FIRST)
     length = tl.where(found > 0, tail.room, 0)
 
     # At the end of the tail the copy goes on with the tokens it has copied.

@@ -24,13 +24,18 @@ NUM_TOTALS = 2
 
 
 def plan_passes(
-    state: State, idx_mapping: torch.Tensor, pass_prices: torch.Tensor, totals: torch.Tensor
+    state: State,
+    idx_mapping: torch.Tensor,
+    limits: torch.Tensor,
+    pass_prices: torch.Tensor,
+    totals: torch.Tensor,
 ) -> torch.Tensor:
     """Plan the passes of the draft model for a batch, and put together what the host has to know.
 
     Args:
         state: `gains.steps_since_all` is changed in place.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
+        limits: [B] int32, the most drafts of each request; one that may not draft needs the first pass, and no other.
         pass_prices: [S] int64, >= 0, of each pass for the whole batch.
         totals: [2] int64, copied into the result.
 
@@ -42,6 +47,7 @@ def plan_passes(
     """
     num_reqs, num_steps = idx_mapping.shape[0], state.offers.model.shape[1]
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
+    check_vector("limits", limits, num_reqs, torch.int32)
     check_vector("pass_prices", pass_prices, num_steps, torch.int64)
     check_vector("totals", totals, NUM_TOTALS, torch.int64)
     report = torch.empty(NUM_TOTALS + 1 + num_reqs, dtype=torch.int64, device=totals.device)
@@ -50,6 +56,7 @@ def plan_passes(
         state.credits,
         state.gains,
         idx_mapping,
+        limits,
         pass_prices,
         totals,
         report,
@@ -62,12 +69,13 @@ def plan_passes(
     return report
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _plan_kernel(
     offers,  # Offers
     credits_ptr,
     gains,  # Gains; steps_since_all is changed in place
     idx_mapping_ptr,
+    limits_ptr,
     pass_prices_ptr,
     totals_ptr,
     report_ptr,  # out
@@ -80,23 +88,26 @@ def _plan_kernel(
     """Grid (1,): a pass is made for all requests together."""
     steps = tl.arange(0, sizes.BLOCK_STEPS)
     classes = tl.arange(0, BLOCK_LENGTHS)
-    num_requests = tl.zeros((BLOCK_LENGTHS,), tl.int64)  # awake, of each class
+    num_requests = tl.zeros((BLOCK_LENGTHS,), tl.int64)  # awake and drafting, of each class
+    num_awake = tl.full((), 0, tl.int64)
     for first in range(0, num_reqs, BLOCK_REQS):
         i_reqs = first + tl.arange(0, BLOCK_REQS)
         rows, credits = load_credits(credits_ptr, idx_mapping_ptr, i_reqs, num_reqs)
         tl.store(report_ptr + NUM_TOTALS + 1 + i_reqs, credits, mask=i_reqs < num_reqs)
         is_awake = credits != ASLEEP
-        is_class = classes_of_histories(offers, rows, is_awake, sizes)[:, None] == classes[None, :]
-        num_requests += tl.sum((is_class & is_awake[:, None]).to(tl.int64), axis=0)
+        num_awake += tl.sum(is_awake.to(tl.int64), axis=0)
+        is_drafting = is_awake & (tl.load(limits_ptr + i_reqs, mask=is_awake, other=0) > 0)
+        is_class = classes_of_histories(offers, rows, is_drafting, sizes)[:, None] == classes[None, :]
+        num_requests += tl.sum((is_class & is_drafting[:, None]).to(tl.int64), axis=0)
 
     at = classes[:, None] * sizes.NUM_STEPS + steps[None, :]
     is_gain = (classes < NUM_LENGTHS)[:, None] & (steps < sizes.NUM_STEPS)[None, :]
-    known = tl.load(gains.sums + at, mask=is_gain, other=0) + PRIOR_GAIN * PRIOR_GAIN_TRIALS
-    known = divide(known, tl.load(gains.trials + at, mask=is_gain, other=0) + PRIOR_GAIN_TRIALS)
-    gain = tl.sum(known * num_requests[:, None], axis=0)
+    gain_sums = tl.load(gains.sums + at, mask=is_gain, other=0) + PRIOR_GAIN * PRIOR_GAIN_TRIALS
+    trials = tl.load(gains.trials + at, mask=is_gain, other=0) + PRIOR_GAIN_TRIALS
+    gain = tl.sum(divide(gain_sums, trials) * num_requests[:, None], axis=0)
     gain -= tl.load(pass_prices_ptr + steps, mask=steps < sizes.NUM_STEPS, other=0)
     num_requests = tl.where(sizes.NUM_STEPS > 0, num_requests, 0)
-    is_anyone_awake = tl.sum(num_requests, axis=0) > 0
+    is_anyone_awake = (num_awake > 0) & (sizes.NUM_STEPS > 0)
     planned = is_anyone_awake.to(tl.int64)
     value, best = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for step in range(sizes.NUM_STEPS):
@@ -108,7 +119,10 @@ def _plan_kernel(
     # Passes that seem useless are made once more from time to time.
     is_present = (classes < NUM_LENGTHS) & (num_requests > 0)
     since_all = tl.load(gains.steps_since_all + classes, mask=is_present, other=0) + is_present.to(tl.int64)
-    planned = tl.where(tl.max(since_all, axis=0) >= PASS_PERIOD, sizes.NUM_STEPS, planned)
+    # The less is known of the last pass, the sooner it is made again.
+    last_trials = tl.sum(tl.where(steps[None, :] == sizes.NUM_STEPS - 1, trials - PRIOR_GAIN_TRIALS, 0), axis=1)
+    is_due = since_all >= tl.minimum(PASS_PERIOD, 2 + 2 * last_trials)
+    planned = tl.where(tl.max((is_present & is_due).to(tl.int32), axis=0) > 0, sizes.NUM_STEPS, planned)
     since_all = tl.where(planned == sizes.NUM_STEPS, 0, since_all)
     tl.store(gains.steps_since_all + classes, since_all, mask=is_present)
 

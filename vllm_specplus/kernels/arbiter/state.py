@@ -25,6 +25,8 @@ TRIAL = tl.constexpr(1 << 8)
 PRIOR_TRIALS = tl.constexpr(4 * TRIAL)
 MAX_TRIALS = tl.constexpr(32 * TRIAL)
 MAX_MISSES = tl.constexpr(4)
+PRIOR_EXPECTED = tl.constexpr(6 * ONE.value)
+MAX_EXPECTED = tl.constexpr(32 * ONE.value)
 MAX_GAIN_TRIALS = tl.constexpr(64)
 PRIOR_GAIN = tl.constexpr(ONE.value * 3 // 10)
 PRIOR_GAIN_TRIALS = tl.constexpr(2)
@@ -56,6 +58,13 @@ class Table(NamedTuple):
     chances: torch.Tensor
 
 
+class Record(NamedTuple):
+    """How each source has done in each request, as in the specification: [R, REFERENCE + 1] int64 each."""
+
+    expected: torch.Tensor
+    hits: torch.Tensor
+
+
 class Gains(NamedTuple):
     """What passes have added, by the class of the agreement that spoke for the history, as in the specification."""
 
@@ -68,14 +77,15 @@ class State(NamedTuple):
     """All that lasts from step to step. Tensors are contiguous; see `make_state`.
 
     offers: written by the sources between `judge_and_update` and `choose`.
-    known: [R] int64, the tokens that there were when the offers were made; NO_OFFERS: there are none.
+    offer_positions: [R] int64, where in its text each request's offers begin; NO_OFFERS: there are none.
     credits: [R] int64 in the time of a step; ASLEEP for a request that has given the draft model up.
     """
 
     offers: Offers
     table: Table
+    record: Record
     gains: Gains
-    known: torch.Tensor
+    offer_positions: torch.Tensor
     credits: torch.Tensor
     is_blind: bool
 
@@ -107,7 +117,8 @@ def make_state(
 ) -> State:
     """The state of an arbiter that knows nothing yet, on the device of `prior`; the arguments are those of `Arbiter`.
 
-    A new request needs its row's `known` set to NO_OFFERS, and its row's `credits` to what it may spend or to ASLEEP.
+    In the row of a new request `offer_positions` has to be set to NO_OFFERS, `record` to 0, and `credits` to what it
+    may spend or to ASLEEP.
 
     Args:
         max_num_reqs: R.
@@ -134,10 +145,11 @@ def make_state(
     new_hits, new_trials, misses = (torch.zeros_like(prior) for _ in range(3))
     trials = torch.full_like(prior, PRIOR_TRIALS.value)
     table = Table(new_hits, new_trials, prior * trials // ONE.value, trials, misses, prior.clone())
+    record = Record(*zeros(2, max_num_reqs, sources.REFERENCE + 1))
     by_length = (NUM_LENGTHS.value, num_model_steps)
     gains = Gains(zeros(*by_length), zeros(*by_length), zeros(NUM_LENGTHS.value))
-    known = zeros(max_num_reqs) + NO_OFFERS.value
-    return State(offers, table, gains, known, zeros(max_num_reqs), is_blind)
+    offer_positions = zeros(max_num_reqs) + NO_OFFERS.value
+    return State(offers, table, record, gains, offer_positions, zeros(max_num_reqs), is_blind)
 
 
 def sizes_of(state: State) -> Sizes:

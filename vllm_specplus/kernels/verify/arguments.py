@@ -24,23 +24,32 @@ REJECT_ALL = tl.constexpr(POLICIES.index("reject_all"))
 
 NO_LIMIT = tl.constexpr(2**31 - 1)
 # A temperature outside of these acts as the nearer one: its reciprocal is not an ordinary float.
+_SEARCH_SIZE, _FAR_ROW = tl.constexpr(128), tl.constexpr(2**62)
 _COLDEST, _HOTTEST = tl.constexpr(1e-30), tl.constexpr(1e30)
 
-# Fields of `Stats`, for each block of a row. MAX and ARGMAX: the largest logit and its token. SUM: the mass of all
-# tokens. ABOVE and RANK: the mass and the number of the tokens ordered before the draft. SCORE and SAMPLE: the best
-# score of `target_match` and its token. DRAFT_MAX and DRAFT_SUM: the draft model's largest logit and mass. Masses are
-# relative to the block's largest logit.
-STAT_MAX, STAT_SUM, STAT_ABOVE, STAT_SCORE, STAT_DRAFT_MAX, STAT_DRAFT_SUM, NUM_STAT_FLOATS = (
-    tl.constexpr(i) for i in range(7)
-)
-STAT_ARGMAX, STAT_RANK, STAT_SAMPLE, NUM_STAT_INTS = (tl.constexpr(i) for i in range(4))
+# Fields of `Stats`, for each block of a row. MAX: the largest logit. SUM: the mass of all tokens. ABOVE: the mass of
+# the tokens ordered before the draft, without the draft's own group. DRAFT_MAX and DRAFT_SUM: the draft model's
+# largest logit and mass. Masses are relative to the block's largest logit.
+STAT_MAX, STAT_SUM, STAT_ABOVE, STAT_DRAFT_MAX, STAT_DRAFT_SUM, NUM_STATS = (tl.constexpr(i) for i in range(6))
 
-# Fields of `Plans`. PLAN_ROW is the row to sample from, -1 for none, and PLAN_SLOT the column where the sample goes.
-# PLAN_LIMIT is the mass that may lie before a sample, and no token of the nucleus has a logit below PLAN_FLOOR.
-PLAN_MAX, PLAN_LIMIT, PLAN_FLOOR, PLAN_LOG_MASS, PLAN_DRAFT_MAX, PLAN_DRAFT_LOG_MASS, NUM_PLAN_FLOATS = (
-    tl.constexpr(i) for i in range(7)
+# Fields of `Plans`. PLAN_LIMIT is the mass that may lie before a sample, and no token of the nucleus has a logit below
+# PLAN_FLOOR. PLAN_SHARE is the log2 of the part of the row's mass that is sampled from, or of less. LOG_MASS, DRAFT_MAX
+# and DRAFT_LOG_MASS are those of `Residual`.
+(
+    PLAN_MAX,
+    PLAN_LIMIT,
+    PLAN_FLOOR,
+    PLAN_SHARE,
+    PLAN_LOG_MASS,
+    PLAN_DRAFT_MAX,
+    PLAN_DRAFT_LOG_MASS,
+    NUM_PLAN_FLOATS,
+) = (tl.constexpr(i) for i in range(8))
+# PLAN_ACCEPTS is 1 if the row's draft is accepted. PLAN_TOKEN is what the row emits if the run of accepted drafts ends
+# there, -1 if that is still to be sampled. PLAN_NUM_LISTED counts the groups that `race_kernel` lists.
+PLAN_ACCEPTS, PLAN_TOKEN, PLAN_EXCLUDED, PLAN_REQUEST, PLAN_NUM_LISTED, NUM_PLAN_INTS = (
+    tl.constexpr(i) for i in range(6)
 )
-PLAN_ROW, PLAN_SLOT, PLAN_EXCLUDED, PLAN_FIRST, NUM_PLAN_INTS = (tl.constexpr(i) for i in range(5))
 
 
 class Logits(NamedTuple):
@@ -80,8 +89,7 @@ class NoiseKeys(NamedTuple):
 class Stats(NamedTuple):
     """What `row_stats_kernel` finds in each block of each row."""
 
-    floats_ptr: torch.Tensor  # [num_rows, NUM_STAT_FLOATS, num_blocks] float32
-    ints_ptr: torch.Tensor  # [num_rows, NUM_STAT_INTS, num_blocks] int32
+    ptr: torch.Tensor  # [num_rows, NUM_STATS, num_blocks] float32
     num_blocks: int
 
 
@@ -89,23 +97,22 @@ class Groups(NamedTuple):
     """The largest logit of each `GROUP_SIZE` tokens of a row, and scratch to list groups in."""
 
     max_ptr: torch.Tensor  # [num_rows, num_groups] float32
-    list_ptr: torch.Tensor  # [num_reqs, num_groups] int32
+    list_ptr: torch.Tensor  # [num_rows, num_groups] int32
     num_groups: int
 
 
+class Heads(NamedTuple):
+    """Scratch: the likeliest tokens of each row, in order of their ids."""
+
+    tokens_ptr: torch.Tensor  # [num_rows, HEAD_SIZE] int32
+    logits_ptr: torch.Tensor  # [num_rows, HEAD_SIZE] float32
+
+
 class Plans(NamedTuple):
-    """What `accept_kernel` leaves each request to sample."""
+    """What `judge_kernel` finds out about each row."""
 
-    floats_ptr: torch.Tensor  # [num_reqs, NUM_PLAN_FLOATS] float32
-    ints_ptr: torch.Tensor  # [num_reqs, NUM_PLAN_INTS] int64
-
-
-class Samples(NamedTuple):
-    """The best score in each block of the row that a request samples from, and its token."""
-
-    scores_ptr: torch.Tensor  # [num_reqs, num_blocks] float32
-    tokens_ptr: torch.Tensor  # [num_reqs, num_blocks] int32
-    num_blocks: int
+    floats_ptr: torch.Tensor  # [num_rows, NUM_PLAN_FLOATS] float32
+    ints_ptr: torch.Tensor  # [num_rows, NUM_PLAN_INTS] int32
 
 
 class Output(NamedTuple):
@@ -114,15 +121,20 @@ class Output(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of blocks and groups that one program takes at a time: constants, powers of 2.
+    """How much one program takes at a time: constants, powers of 2.
 
     Each field is a constant, not the argument: Triton 3.6 cannot pass a constant group on to a function. Functions pass
     the group on as it is. An assignment in a kernel or a return value would turn its constants into tensors.
     """
 
-    ALL_BLOCKS: tl.constexpr
-    ALL_GROUPS: tl.constexpr
-    TILE_GROUPS: tl.constexpr
+    ALL_BLOCKS: tl.constexpr  # at least the blocks of a row
+    ALL_GROUPS: tl.constexpr  # at least the groups of a row
+    BLOCK_GROUPS: tl.constexpr  # groups of a block
+    TILE_GROUPS: tl.constexpr  # groups that a step takes, in the search for a cut and in filling a head,
+    SCAN_GROUPS: tl.constexpr  # in summing what lies before a token,
+    LIST_GROUPS: tl.constexpr  # and in sampling from a list of groups
+    HEAD_GROUPS: tl.constexpr  # the most groups that a head is read from
+    HEAD_SIZE: tl.constexpr  # the most tokens of a head
 
 
 class RequestFilters(NamedTuple):
@@ -139,6 +151,17 @@ class Draft(NamedTuple):
     token: tl.tensor  # int32, -1 if there is none
     logit: tl.tensor  # float32
     is_usable: tl.tensor  # bool, whether any policy may accept it
+
+
+@triton.jit
+def request_of(rows, i_row, num_reqs):
+    """The request that a row belongs to, int64; `num_reqs` past the last row."""
+    before = tl.zeros((), tl.int32)
+    for first in range(0, num_reqs, _SEARCH_SIZE):
+        requests = first + tl.arange(0, _SEARCH_SIZE)
+        ends = tl.load(rows.cu_ptr + 1 + requests, mask=requests < num_reqs, other=_FAR_ROW)
+        before += tl.sum((ends <= i_row).to(tl.int32), axis=0)
+    return before.to(tl.int64)
 
 
 @triton.jit
@@ -197,10 +220,3 @@ def block_tokens(i_block, BLOCK_GROUPS: tl.constexpr):
     """[BLOCK_GROUPS] groups and [BLOCK_GROUPS, GROUP_SIZE] tokens of a block, int32."""
     groups = i_block * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     return groups, groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-
-
-@triton.jit
-def best_block(best, tokens):
-    """The best of the blocks' scores and the lowest token that has it: float32, int32."""
-    score = tl.max(best, axis=0)
-    return score, tl.min(tl.where(best == score, tokens, NO_LIMIT), axis=0)

@@ -15,6 +15,7 @@ _FINAL_MUL_2 = tl.constexpr(0xC2B2AE35)
 _KEY_BYTES = tl.constexpr(16)
 _LOW_WORD = tl.constexpr(0xFFFFFFFF)
 
+_BITS_OF_ONE = tl.constexpr(0x3F800000)
 _SMALLEST_SURVIVAL = tl.constexpr(2.0**-24)
 _SERIES_BELOW = tl.constexpr(0.25)
 _SMALLEST_UNIFORM = tl.constexpr(4.6566127342e-10)
@@ -32,6 +33,18 @@ def _mix(h, key):
 
 
 @triton.jit
+def _unfinished_hash(seed, position, tokens):
+    """Murmur3 of (seed, position, token) before its last step: uint32 of the shape of `tokens`, int32."""
+    h = (seed & 0).to(tl.uint32)
+    h = _mix(h, (seed & _LOW_WORD).to(tl.uint32))
+    h = _mix(h, ((seed >> 32) & _LOW_WORD).to(tl.uint32))
+    h = _mix(h, (position & _LOW_WORD).to(tl.uint32))
+    h = _mix(h, tokens.to(tl.uint32)) ^ _KEY_BYTES
+    h = (h ^ (h >> 16)) * _FINAL_MUL_1
+    return (h ^ (h >> 13)) * _FINAL_MUL_2
+
+
+@triton.jit
 def gumbel_noise(seed, position, tokens):
     """Noise of some tokens of one row.
 
@@ -42,13 +55,7 @@ def gumbel_noise(seed, position, tokens):
     Returns:
         float32 of the shape of `tokens`.
     """
-    h = (seed & 0).to(tl.uint32)
-    h = _mix(h, (seed & _LOW_WORD).to(tl.uint32))
-    h = _mix(h, ((seed >> 32) & _LOW_WORD).to(tl.uint32))
-    h = _mix(h, (position & _LOW_WORD).to(tl.uint32))
-    h = _mix(h, tokens.to(tl.uint32)) ^ _KEY_BYTES
-    h = (h ^ (h >> 16)) * _FINAL_MUL_1
-    h = (h ^ (h >> 13)) * _FINAL_MUL_2
+    h = _unfinished_hash(seed, position, tokens)
     h = h ^ (h >> 16)
     high = (h >> 16).to(tl.int32).to(tl.float32) * 2.0**-16
     low = ((h & 0xFFFF).to(tl.int32).to(tl.float32) + 0.5) * 2.0**-32
@@ -60,6 +67,17 @@ def gumbel_noise(seed, position, tokens):
     direct = tl.log(tl.maximum(1.0 - u, _SMALLEST_SURVIVAL))
     log_survival = tl.where(u < _SERIES_BELOW, -u * series, direct)
     return -tl.log(-log_survival)
+
+
+@triton.jit
+def least_uniform(seed, position, tokens):
+    """1 + u or slightly less, of the uniform number u that the noise of each token is made of: float32.
+
+    The noise of a token is at most -log(u). The hash lacks its last step here, which moves u by less than 2^-15 of
+    itself. Then u is rounded down to 23 bits.
+    """
+    bits = (_unfinished_hash(seed, position, tokens) >> 9) | _BITS_OF_ONE
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

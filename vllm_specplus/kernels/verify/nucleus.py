@@ -58,13 +58,16 @@ class Residual(NamedTuple):
 
 
 @triton.jit
-def load_logits(p_row, tokens, vocab_size):
-    """Logits of some tokens, -inf outside the vocabulary: float32 of the shape of `tokens`.
+def load_numbers(p_row, tokens, vocab_size):
+    """Logits of some tokens, -inf for NaN and outside the vocabulary: float32 of the shape of `tokens`."""
+    logits = tl.load(p_row + tokens, mask=tokens < vocab_size, other=NEG_INF)
+    return tl.maximum(logits.to(tl.float32), NEG_INF)
 
-    NaN becomes -inf, and +inf becomes the largest float, so that differences are numbers.
-    """
-    logits = tl.load(p_row + tokens, mask=tokens < vocab_size, other=NEG_INF).to(tl.float32)
-    return tl.minimum(tl.maximum(logits, NEG_INF), LARGEST)
+
+@triton.jit
+def load_logits(p_row, tokens, vocab_size):
+    """As `load_numbers`, but +inf becomes the largest float, so that differences are numbers."""
+    return tl.minimum(load_numbers(p_row, tokens, vocab_size), LARGEST)
 
 
 @triton.jit
@@ -114,16 +117,16 @@ def score_tokens(row, key, residual, tokens, DRAFT_LOGITS: tl.constexpr):
 
 
 @triton.jit
-def _order_key(x):
+def order_key(x):
     """int32 that is ordered as float32 is."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is 0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _from_key(order_key):
-    """The float32 of an `_order_key`."""
-    return (order_key ^ ((order_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def from_order_key(key):
+    """The float32 of an `order_key`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -133,16 +136,16 @@ def _halfway(low, high):
 
 
 @triton.jit
-def _group_max(groups, sizes):
+def group_max(groups, sizes):
     """[ALL_GROUPS] int32 numbers of groups and float32 maxima, -inf past the last group."""
     numbers = tl.arange(0, sizes.ALL_GROUPS)
     return numbers, tl.load(groups.max_ptr + numbers, mask=numbers < groups.num_groups, other=NEG_INF)
 
 
 @triton.jit
-def _list_groups(groups, bound, sizes):
+def list_groups(groups, bound, sizes):
     """Write the numbers of the groups with a logit of at least `bound`, in rising order. Return how many there are."""
-    numbers, best = _group_max(groups, sizes)
+    numbers, best = group_max(groups, sizes)
     listed = (best >= bound) & (best > NEG_INF)
     at = tl.cumsum(listed.to(tl.int32), axis=0) - 1
     # Other threads of this program may still read the former list, and will read this one.
@@ -153,20 +156,24 @@ def _list_groups(groups, bound, sizes):
 
 
 @triton.jit
-def _tile(groups, first, num_listed, sizes):
-    """[TILE_GROUPS, GROUP_SIZE] int32 tokens of the listed groups from `first` on, then tokens past the vocabulary."""
-    at = first + tl.arange(0, sizes.TILE_GROUPS)
+def tile_of(groups, first, num_listed, NUM: tl.constexpr):
+    """The listed groups from `first` on, and their tokens, int32; then what lies past the vocabulary.
+
+    Returns:
+        [NUM] and [NUM, GROUP_SIZE].
+    """
+    at = first + tl.arange(0, NUM)
     # The group after the last lies outside the vocabulary. Tokens stay in runs, as wide loads need them.
     numbers = tl.load(groups.list_ptr + at, mask=at < num_listed, other=groups.num_groups)
-    return numbers[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    return numbers, numbers[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
 
 
 @triton.jit
 def _kth_group_max(groups, k, sizes):
     """A lower bound of the k-th largest group maximum, and so of the k-th largest logit: float32."""
-    _, best = _group_max(groups, sizes)
-    order_keys = _order_key(best)
-    low, high = _order_key(tl.full((), NEG_INF, tl.float32)), tl.max(order_keys, axis=0)
+    _, best = group_max(groups, sizes)
+    order_keys = order_key(best)
+    low, high = order_key(tl.full((), NEG_INF, tl.float32)), tl.max(order_keys, axis=0)
     searching = k <= groups.num_groups
     while searching:
         middle = _halfway(low, high) + 1
@@ -174,31 +181,32 @@ def _kth_group_max(groups, k, sizes):
         low = tl.where(count >= k, middle, low)
         high = tl.where(count >= k, high, middle - 1)
         searching = (low < high) & (count != k)
-    return _from_key(low)
+    return from_order_key(low)
 
 
 @triton.jit
-def _split(row, groups, num_listed, order_key, sizes):
-    """Split the tokens that min-p keeps at an `_order_key`.
+def _split(row, groups, num_listed, pivot, sizes):
+    """Split the tokens that min-p keeps at a pivot, an `order_key`.
 
     Returns:
         Tokens whose key exceeds it, int32, and their mass, float32; the largest key that does not exceed it, int32, and
         the smallest that does, int32.
     """
-    least = _order_key(tl.full((), NEG_INF, tl.float32))
-    most = _order_key(tl.full((), POS_INF, tl.float32))
+    least = order_key(tl.full((), NEG_INF, tl.float32))
+    most = order_key(tl.full((), POS_INF, tl.float32))
     count = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32)
     mass = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.float32)
     below = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32) + least
     beyond = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32) + most
     for first in range(0, num_listed, sizes.TILE_GROUPS):
-        logits = load_logits(row.ptr, _tile(groups, first, num_listed, sizes), row.vocab_size)
-        keys = _order_key(logits)
+        _, tokens = tile_of(groups, first, num_listed, sizes.TILE_GROUPS)
+        logits = load_logits(row.ptr, tokens, row.vocab_size)
+        keys = order_key(logits)
         is_inside = logits >= row.lowest
-        above = is_inside & (keys > order_key)
+        above = is_inside & (keys > pivot)
         count += above.to(tl.int32)
         mass += tl.where(above, weigh(logits, row.max_logit, row.temperature), 0.0)
-        below = tl.maximum(below, tl.where(is_inside & (keys <= order_key), keys, least))
+        below = tl.maximum(below, tl.where(is_inside & (keys <= pivot), keys, least))
         beyond = tl.minimum(beyond, tl.where(above, keys, most))
     smallest_above = tl.min(beyond)
     return tl.sum(count), tl.sum(mass), tl.max(below), smallest_above
@@ -222,9 +230,9 @@ def find_cut(row, groups, max_count, total, mass_limit, sizes):
     left_out = tl.maximum(total - mass_limit - 4e-6 * total, 0.0)
     negligible = row.max_logit + row.temperature * tl.log(left_out / row.vocab_size)
     bound = tl.maximum(tl.maximum(_kth_group_max(groups, max_count, sizes), row.lowest), negligible)
-    num_listed = _list_groups(groups, bound, sizes)
+    num_listed = list_groups(groups, bound, sizes)
     # The cut is the smallest logit with fewer tokens and less mass above it.
-    middle, high = _order_key(bound) - 1, _order_key(row.max_logit)
+    middle, high = order_key(bound) - 1, order_key(row.max_logit)
     count, mass, _, low = _split(row, groups, num_listed, middle, sizes)
     fits = (count <= max_count) & (mass < mass_limit)
     while (low < high) & (fits == 0):
@@ -239,81 +247,73 @@ def find_cut(row, groups, max_count, total, mass_limit, sizes):
         middle = low
         count, mass, _, _ = _split(row, groups, num_listed, low, sizes)
         with_ties, _, _, _ = _split(row, groups, num_listed, low - 1, sizes)
-        weight = weigh(_from_key(low), row.max_logit, row.temperature)
+        weight = weigh(from_order_key(low), row.max_logit, row.temperature)
         by_count = (tl.minimum(with_ties, max_count) - count).to(tl.float32)
         by_mass = tl.maximum(tl.ceil((mass_limit - mass) / tl.maximum(weight, 1e-37)), 1.0)
         mass += tl.minimum(by_count, by_mass) * weight
-    return _from_key(tl.maximum(middle, _order_key(bound))), mass
+    return from_order_key(tl.maximum(middle, order_key(bound))), mass
 
 
 @triton.jit
-def _before(row, groups, num_listed, token, logit, sizes):
-    """The number of tokens ordered before one, and their mass: int32, float32."""
-    count = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32)
-    mass = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.float32)
-    for first in range(0, num_listed, sizes.TILE_GROUPS):
-        tokens = _tile(groups, first, num_listed, sizes)
+def least_before(numbers, token, logit):
+    """The least logit that a token of some groups must have to be ordered before a given one: float32.
+
+    It is infinite in the token's own group, whose tokens differ in it.
+    """
+    own = token // GROUP_SIZE
+    next_above = from_order_key(order_key(logit) + 1)
+    return tl.where(numbers < own, logit, tl.where(numbers > own, next_above, POS_INF))
+
+
+@triton.jit
+def _own_group(row, token, logit):
+    """[GROUP_SIZE] logits of a token's own group, and which of them are ordered before it: float32, bool."""
+    tokens = token // GROUP_SIZE * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
+    logits = load_logits(row.ptr, tokens, row.vocab_size)
+    return logits, (logits > logit) | ((logits == logit) & (tokens < token))
+
+
+@triton.jit
+def own_mass_before(row, token, logit):
+    """The mass of the tokens of a token's own group that are ordered before it: float32."""
+    logits, before = _own_group(row, token, logit)
+    return tl.sum(tl.where(before, weigh(logits, row.max_logit, row.temperature), 0.0), axis=0)
+
+
+@triton.jit
+def mass_before(row, groups, num_listed, token, logit, sizes):
+    """The mass of the tokens ordered before one: float32."""
+    mass = tl.zeros((sizes.SCAN_GROUPS, GROUP_SIZE), tl.float32)
+    for first in range(0, num_listed, sizes.SCAN_GROUPS):
+        numbers, tokens = tile_of(groups, first, num_listed, sizes.SCAN_GROUPS)
         logits = load_logits(row.ptr, tokens, row.vocab_size)
-        before = (logits > logit) | ((logits == logit) & (tokens < token))
-        count += before.to(tl.int32)
+        before = logits >= least_before(numbers, token, logit)[:, None]
         mass += tl.where(before, weigh(logits, row.max_logit, row.temperature), 0.0)
-    return tl.sum(count), tl.sum(mass)
+    return tl.sum(mass) + own_mass_before(row, token, logit)
 
 
 @triton.jit
-def _sample_before(row, groups, num_listed, key, residual, token, logit, sizes, DRAFT_LOGITS: tl.constexpr):
-    """The best score among the tokens ordered before one, and its token: float32, int32."""
-    best = tl.full((sizes.TILE_GROUPS, GROUP_SIZE), NEG_INF, tl.float32)
-    best_tokens = tl.zeros((sizes.TILE_GROUPS, GROUP_SIZE), tl.int32) + row.vocab_size
-    for first in range(0, num_listed, sizes.TILE_GROUPS):
-        tokens = _tile(groups, first, num_listed, sizes)
+def count_before(row, groups, num_listed, token, logit, sizes):
+    """The number of tokens ordered before one: int32."""
+    count = tl.zeros((sizes.SCAN_GROUPS, GROUP_SIZE), tl.int32)
+    for first in range(0, num_listed, sizes.SCAN_GROUPS):
+        numbers, tokens = tile_of(groups, first, num_listed, sizes.SCAN_GROUPS)
+        logits = load_logits(row.ptr, tokens, row.vocab_size)
+        count += (logits >= least_before(numbers, token, logit)[:, None]).to(tl.int32)
+    _, before = _own_group(row, token, logit)
+    return tl.sum(count) + tl.sum(before.to(tl.int32), axis=0)
+
+
+@triton.jit
+def sample_before(row, groups, num_listed, key, residual, token, logit, floor, sizes, DRAFT_LOGITS: tl.constexpr):
+    """The best score of the tokens before one whose logits are at least `floor`, and its token: float32, int32."""
+    best = tl.full((sizes.LIST_GROUPS, GROUP_SIZE), NEG_INF, tl.float32)
+    best_tokens = tl.zeros((sizes.LIST_GROUPS, GROUP_SIZE), tl.int32) + row.vocab_size
+    for first in range(0, num_listed, sizes.LIST_GROUPS):
+        _, tokens = tile_of(groups, first, num_listed, sizes.LIST_GROUPS)
         logits, score = score_tokens(row, key, residual, tokens, DRAFT_LOGITS)
         before = (logits > logit) | ((logits == logit) & (tokens < token))
-        # Groups come in rising order, so the first of equal scores in one place has the lowest token.
-        better = before & (score > best)
+        better = before & (logits >= floor) & ((score > best) | ((score == best) & (tokens < best_tokens)))
         best = tl.where(better, score, best)
         best_tokens = tl.where(better, tokens, best_tokens)
     return best_of(best, best_tokens, row.vocab_size)
-
-
-@triton.jit
-def settle_sample(
-    row,
-    groups,
-    key,
-    residual,
-    token,
-    floor,
-    max_count,
-    mass_limit,
-    sizes,
-    DRAFT_LOGITS: tl.constexpr,
-):
-    """The token of the best score in the nucleus, given the token of the best score in a larger set.
-
-    A token of the nucleus that is the best of the larger set is the best of the nucleus too. If the token is not in the
-    nucleus, no token ordered after it is. The search then goes on among the tokens before it.
-
-    Args:
-        token: int32, where to begin; -1 if no token can be sampled.
-        floor: float32, a lower bound of the logits in the nucleus; saves work.
-        max_count, mass_limit: each token of the nucleus but the first has fewer tokens and less mass before it.
-
-    Returns:
-        int32, -1 if no token of the nucleus can be sampled.
-    """
-    searching = token >= 0
-    while searching:
-        logit = load_logits(row.ptr, token, row.vocab_size)
-        num_listed = _list_groups(groups, tl.maximum(logit, floor), sizes)
-        inside = logit >= floor
-        if inside:
-            count, mass = _before(row, groups, num_listed, token, logit, sizes)
-            inside = (logit >= row.lowest) & (count < max_count) & (mass < mass_limit)
-            inside = inside | (count == 0)
-        searching = inside == 0
-        if searching:
-            score, token = _sample_before(row, groups, num_listed, key, residual, token, logit, sizes, DRAFT_LOGITS)
-            searching = score > NEG_INF
-            token = tl.where(searching, token, -1)
-    return token

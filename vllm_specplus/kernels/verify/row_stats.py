@@ -6,122 +6,137 @@ import triton.language as tl
 from vllm_specplus.kernels.verify.arguments import (
     GREEDY,
     NO_LIMIT,
-    NUM_STAT_FLOATS,
-    NUM_STAT_INTS,
+    NUM_STATS,
     STAT_ABOVE,
-    STAT_ARGMAX,
     STAT_DRAFT_MAX,
     STAT_DRAFT_SUM,
     STAT_MAX,
-    STAT_RANK,
-    STAT_SAMPLE,
-    STAT_SCORE,
     STAT_SUM,
-    TARGET_MATCH,
-    best_block,
     block_tokens,
     draft_of,
     draft_row_of,
+    request_of,
     rows_of,
     temperature_of,
 )
-from vllm_specplus.kernels.verify.noise import gumbel_noise
-from vllm_specplus.kernels.verify.nucleus import LARGEST, NEG_INF, best_of, load_logits, weigh
+from vllm_specplus.kernels.verify.nucleus import (
+    GROUP_SIZE,
+    LARGEST,
+    NEG_INF,
+    least_before,
+    load_logits,
+    load_numbers,
+    own_mass_before,
+    weigh,
+)
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(do_not_specialize=["num_reqs", "max_rows"])
 def row_stats_kernel(
     logits,  # Logits
     draft_logits,  # DraftLogits
     rows,  # Rows
     temperature_ptr,  # [num_reqs] float32
-    keys,  # NoiseKeys
     stats,  # out: Stats
-    groups,  # out: Groups, their maxima if FILTERED
+    groups,  # out: Groups, their maxima
+    num_reqs,
     max_rows,
     STRATEGY: tl.constexpr,
-    FILTERED: tl.constexpr,
+    WITH_ABOVE: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
-    """Grid (num_blocks, max_rows, num_reqs)."""
-    i_block, i_slot, i_req = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Grid (num_rows, num_blocks). The mass above the drafts is found if WITH_ABOVE."""
+    i_row, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_req = request_of(rows, i_row, num_reqs)
+    if i_req >= num_reqs:
+        return
     start, num_rows = rows_of(rows, i_req, max_rows)
+    i_slot = i_row - start
     if i_slot >= num_rows:
         return
-    i_row = start + i_slot
     num_blocks, vocab_size = stats.num_blocks, logits.vocab_size
-    p_floats = stats.floats_ptr + i_row * NUM_STAT_FLOATS * num_blocks + i_block
-    p_ints = stats.ints_ptr + i_row * NUM_STAT_INTS * num_blocks + i_block
+    p_stats = stats.ptr + i_row * NUM_STATS * num_blocks + i_block
     temperature, is_greedy = temperature_of(temperature_ptr, i_req, STRATEGY)
 
     numbers, tokens = block_tokens(i_block, BLOCK_GROUPS)
-    values = load_logits(logits.ptr + i_row * logits.stride, tokens, vocab_size)
-    max_logit, first = best_of(values, tokens, vocab_size)
-    tl.store(p_floats + STAT_MAX * num_blocks, max_logit)
-    tl.store(p_ints + STAT_ARGMAX * num_blocks, first)
+    # As `load_logits`, but for a minimum of each logit.
+    values = load_numbers(logits.ptr + i_row * logits.stride, tokens, vocab_size)
+    group_max = tl.max(values, axis=1)
+    max_logit = tl.minimum(tl.max(group_max, axis=0), LARGEST)
+    p_max = groups.max_ptr + i_row * groups.num_groups + numbers
+    tl.store(p_max, tl.minimum(group_max, LARGEST), mask=numbers < groups.num_groups)
+    tl.store(p_stats + STAT_MAX * num_blocks, max_logit)
     if (STRATEGY == GREEDY) | is_greedy:
         return
 
-    if FILTERED:
-        p_max = groups.max_ptr + i_row * groups.num_groups
-        tl.store(p_max + numbers, tl.max(values, axis=1), mask=numbers < groups.num_groups)
+    if max_logit == LARGEST:
+        values = tl.minimum(values, LARGEST)
     weight = weigh(values, max_logit, temperature)
-    tl.store(p_floats + STAT_SUM * num_blocks, tl.sum(weight))
-    if STRATEGY == TARGET_MATCH:
-        noise = gumbel_noise(tl.load(keys.seeds_ptr + i_req), tl.load(keys.positions_ptr + i_row), tokens)
-        score, sample = best_of(tl.minimum(values / temperature + noise, LARGEST), tokens, vocab_size)
-        tl.store(p_floats + STAT_SCORE * num_blocks, score)
-        tl.store(p_ints + STAT_SAMPLE * num_blocks, sample)
-    elif i_slot < num_rows - 1:
+    by_group = tl.sum(weight, axis=1)
+    is_draft_row = i_slot < num_rows - 1
+    if WITH_ABOVE:
         draft = draft_of(logits, rows, i_row, temperature)
-        before = (values > draft.logit) | ((values == draft.logit) & (tokens < draft.token))
-        tl.store(p_floats + STAT_ABOVE * num_blocks, tl.sum(tl.where(before, weight, 0.0)))
-        tl.store(p_ints + STAT_RANK * num_blocks, tl.sum(before.to(tl.int32)))
+        above = tl.sum(
+            tl.where(values >= least_before(numbers, tl.maximum(draft.token, 0), draft.logit)[:, None], weight, 0.0),
+            axis=1,
+        )
+        tl.store(p_stats + STAT_ABOVE * num_blocks, tl.sum(above, axis=0))
+    tl.store(p_stats + STAT_SUM * num_blocks, tl.sum(by_group, axis=0))
+    if is_draft_row:
         if draft_logits.ptr is not None:
             p_draft_row, draft_vocab_size = draft_row_of(draft_logits, i_row, vocab_size)
             draft_values = load_logits(p_draft_row, tokens, draft_vocab_size)
             max_draft_logit = tl.max(draft_values)
-            tl.store(p_floats + STAT_DRAFT_MAX * num_blocks, max_draft_logit)
+            tl.store(p_stats + STAT_DRAFT_MAX * num_blocks, max_draft_logit)
             draft_weight = weigh(draft_values, max_draft_logit, temperature)
-            tl.store(p_floats + STAT_DRAFT_SUM * num_blocks, tl.sum(draft_weight))
+            tl.store(p_stats + STAT_DRAFT_SUM * num_blocks, tl.sum(draft_weight))
 
 
 @triton.jit
-def _floats_of(stats, i_row, which: tl.constexpr, other, sizes):
-    """[ALL_BLOCKS] float32, one number of each block of a row, `other` past the last block."""
+def _stat_of(stats, i_row, which: tl.constexpr, other, sizes):
+    """[ALL_BLOCKS] float32, one statistic of each block of a row, `other` past the last block."""
     blocks = tl.arange(0, sizes.ALL_BLOCKS)
-    p_floats = stats.floats_ptr + (i_row * NUM_STAT_FLOATS + which) * stats.num_blocks
-    return tl.load(p_floats + blocks, mask=blocks < stats.num_blocks, other=other)
+    p_stats = stats.ptr + (i_row * NUM_STATS + which) * stats.num_blocks
+    return tl.load(p_stats + blocks, mask=blocks < stats.num_blocks, other=other)
 
 
 @triton.jit
-def _ints_of(stats, i_row, which: tl.constexpr, other, sizes):
-    """[ALL_BLOCKS] int32, one number of each block of a row, `other` past the last block."""
-    blocks = tl.arange(0, sizes.ALL_BLOCKS)
-    p_ints = stats.ints_ptr + (i_row * NUM_STAT_INTS + which) * stats.num_blocks
-    return tl.load(p_ints + blocks, mask=blocks < stats.num_blocks, other=other)
+def max_logit_of(stats, i_row, sizes):
+    """The largest logit of a row: float32."""
+    return tl.max(_stat_of(stats, i_row, STAT_MAX, NEG_INF, sizes), axis=0)
 
 
 @triton.jit
-def first_of(stats, i_row, sizes):
-    """The largest logit of a row and the first token of its order: float32, int32."""
-    return best_block(
-        _floats_of(stats, i_row, STAT_MAX, NEG_INF, sizes), _ints_of(stats, i_row, STAT_ARGMAX, NO_LIMIT, sizes)
-    )
+def first_tokens(logits, stats, groups, i_rows, sizes):
+    """The first token of each row's order.
+
+    Args:
+        i_rows: [n] int64.
+
+    Returns:
+        [n] int32.
+    """
+    blocks = tl.arange(0, sizes.ALL_BLOCKS)[None, :]
+    i_rows = i_rows[:, None]
+    p_max = stats.ptr + (i_rows * NUM_STATS + STAT_MAX) * stats.num_blocks
+    best = tl.load(p_max + blocks, mask=blocks < stats.num_blocks, other=NEG_INF)
+    max_logit = tl.max(best, axis=1)[:, None]
+    block = tl.min(tl.where(best == max_logit, blocks, NO_LIMIT), axis=1)[:, None]
+
+    numbers = block * sizes.BLOCK_GROUPS + tl.arange(0, sizes.BLOCK_GROUPS)[None, :]
+    p_max = groups.max_ptr + i_rows * groups.num_groups
+    best = tl.load(p_max + numbers, mask=numbers < groups.num_groups, other=NEG_INF)
+    group = tl.min(tl.where(best == max_logit, numbers, NO_LIMIT), axis=1)[:, None]
+
+    tokens = group * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    values = load_logits(logits.ptr + i_rows * logits.stride, tokens, logits.vocab_size)
+    return tl.min(tl.where(values == max_logit, tokens, NO_LIMIT), axis=1)
 
 
 @triton.jit
-def best_score_of(stats, i_row, sizes):
-    """The best score of a row by `target_match`, and its token: float32, int32."""
-    return best_block(
-        _floats_of(stats, i_row, STAT_SCORE, NEG_INF, sizes), _ints_of(stats, i_row, STAT_SAMPLE, NO_LIMIT, sizes)
-    )
-
-
-@triton.jit
-def rank_of_draft(stats, i_row, sizes):
-    """The number of tokens that a row orders before its draft: int32."""
-    return tl.sum(_ints_of(stats, i_row, STAT_RANK, 0, sizes), axis=0)
+def first_token(logits, stats, groups, i_row, sizes):
+    """The first token of one row's order: int32."""
+    return tl.sum(first_tokens(logits, stats, groups, tl.zeros((1,), tl.int64) + i_row, sizes), axis=0)
 
 
 @triton.jit
@@ -139,8 +154,8 @@ def _weighted_sum(mass, weight):
 @triton.jit
 def _mass_of(stats, i_row, which: tl.constexpr, max_logit, temperature, sizes):
     """The sum over a row of a mass that each block has relative to its own largest logit: float32."""
-    best = _floats_of(stats, i_row, STAT_MAX, NEG_INF, sizes)
-    return _weighted_sum(_floats_of(stats, i_row, which, 0.0, sizes), weigh(best, max_logit, temperature))
+    best = _stat_of(stats, i_row, STAT_MAX, NEG_INF, sizes)
+    return _weighted_sum(_stat_of(stats, i_row, which, 0.0, sizes), weigh(best, max_logit, temperature))
 
 
 @triton.jit
@@ -150,15 +165,16 @@ def total_mass_of(stats, i_row, row, sizes):
 
 
 @triton.jit
-def mass_above_draft(stats, i_row, row, sizes):
+def mass_above_draft(stats, i_row, row, draft, sizes):
     """The mass of the tokens that are ordered before a row's draft: float32."""
-    return _mass_of(stats, i_row, STAT_ABOVE, row.max_logit, row.temperature, sizes)
+    others = _mass_of(stats, i_row, STAT_ABOVE, row.max_logit, row.temperature, sizes)
+    return others + own_mass_before(row, tl.maximum(draft.token, 0), draft.logit)
 
 
 @triton.jit
 def draft_mass_of(stats, i_row, temperature, sizes):
     """The draft model's largest logit at a row, -inf if it has no distribution there, and its mass: float32."""
-    best = _floats_of(stats, i_row, STAT_DRAFT_MAX, NEG_INF, sizes)
+    best = _stat_of(stats, i_row, STAT_DRAFT_MAX, NEG_INF, sizes)
     max_logit = tl.max(best, axis=0)
-    mass = _floats_of(stats, i_row, STAT_DRAFT_SUM, 0.0, sizes)
+    mass = _stat_of(stats, i_row, STAT_DRAFT_SUM, 0.0, sizes)
     return max_logit, _weighted_sum(mass, weigh(best, max_logit, temperature))

@@ -1,7 +1,7 @@
-"""How each strategy tests a draft.
+"""How each strategy tests a draft, in the head of its row and in a row that has none.
 
-`topp` accepts a draft that is a candidate, `rejection` one that is also likely enough. Both compare it with the mass of
-the nucleus, which is open where filters apply. The mass is found only where bounds of it do not decide.
+`topp` accepts a draft that is a candidate, `rejection` one that is also likely enough. `target_match` accepts the token
+that it samples. A verdict is 1 if a draft is accepted, 0 if not, and -1 while that is not known.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,6 @@ import triton.language as tl
 
 from vllm_specplus.kernels.verify.arguments import (
     REJECTION,
-    TARGET_MATCH,
     TOPP,
     DraftLogits,
     Groups,
@@ -23,37 +22,23 @@ from vllm_specplus.kernels.verify.arguments import (
     draft_of,
     draft_row_of,
 )
+from vllm_specplus.kernels.verify.head import Need
 from vllm_specplus.kernels.verify.noise import acceptance_uniform
 from vllm_specplus.kernels.verify.nucleus import (
     LARGEST,
     NEG_INF,
     POS_INF,
-    NoiseKey,
-    Residual,
-    Row,
-    RowGroups,
+    count_before,
     find_cut,
+    list_groups,
     load_logits,
-    lowest_kept,
-    settle_sample,
     weigh,
 )
-from vllm_specplus.kernels.verify.row_stats import (
-    best_score_of,
-    draft_mass_of,
-    first_of,
-    mass_above_draft,
-    rank_of_draft,
-    total_mass_of,
-)
-from vllm_specplus.strategies import STRATEGIES
-
-SAMPLED_LATER = tuple(name for name in STRATEGIES if name not in ("greedy", "target_match"))
-"""The strategies whose last token is sampled in a further pass, when the walk over the rows has found its row."""
+from vllm_specplus.kernels.verify.row_stats import draft_mass_of, first_token, mass_above_draft
 
 
 class Batch(NamedTuple):
-    """What the walk reads of all requests."""
+    """What is read of all requests."""
 
     logits: Logits
     draft_logits: DraftLogits
@@ -70,84 +55,26 @@ class Request(NamedTuple):
     start: tl.tensor  # int64
     num_rows: tl.tensor  # int32
     temperature: tl.tensor
-    is_greedy: tl.tensor
     filters: RequestFilters
 
 
-class Standing(NamedTuple):
-    """A draft among the tokens of its row."""
+class Kept(NamedTuple):
+    """What the filters keep of a row that has no head."""
 
-    logit: tl.tensor  # float32
-    rank: tl.tensor  # int32, how many tokens are ordered before it
-    above: tl.tensor  # float32, the mass of those tokens
-    total: tl.tensor  # float32, the mass of all tokens
-
-
-@triton.jit
-def row_at(batch, request, i_row, sizes):
-    """The `Row`, its `RowGroups`, and the first token of its order, int32."""
-    logits, groups = batch.logits, batch.groups
-    max_logit, first = first_of(batch.stats, i_row, sizes)
-    lowest = lowest_kept(max_logit, request.temperature, request.filters.min_p)
-    row = Row(logits.ptr + i_row * logits.stride, logits.vocab_size, request.temperature, max_logit, lowest)
-    p_max, p_list = groups.max_ptr + i_row * groups.num_groups, groups.list_ptr + request.i_req * groups.num_groups
-    return row, RowGroups(p_max, p_list, groups.num_groups), first
+    floor: tl.tensor  # float32, no token of the nucleus has a lower logit
+    mass: tl.tensor  # float32, of what min-p and top-k keep
+    limit: tl.tensor  # float32, the mass that may lie before a token of the nucleus
 
 
 @triton.jit
-def key_of(batch, request, i_row):
-    """The `NoiseKey` of a row."""
-    return NoiseKey(tl.load(batch.keys.seeds_ptr + request.i_req), tl.load(batch.keys.positions_ptr + i_row))
-
-
-@triton.jit
-def kept_by_count(row, groups, filters, total, sizes):
-    """A lower bound of the logits that min-p and top-k keep of a row, and their mass: float32."""
-    floor, mass = -LARGEST, total
-    if (filters.top_k < row.vocab_size) | (filters.min_p > 0.0):
-        no_limit = tl.full((), POS_INF, tl.float32)
-        floor, mass = find_cut(row, groups, filters.top_k, total, no_limit, sizes)
-    return floor, mass
-
-
-@triton.jit
-def nucleus_mass(row, groups, filters, total, sizes):
-    """The mass of a row's nucleus: float32."""
-    _, mass = kept_by_count(row, groups, filters, total, sizes)
-    if filters.top_p < 1.0:
-        _, mass = find_cut(row, groups, filters.top_k, mass, filters.top_p * mass, sizes)
-    return mass
-
-
-@triton.jit
-def _is_candidate(row, groups, filters, standing, max_candidates, sizes, FILTERED: tl.constexpr):
-    """Whether a draft is one of the first `max_candidates` of the nucleus: bool."""
-    top_p, above = filters.top_p, standing.above
-    inside = (standing.logit >= row.lowest) & (standing.rank < tl.minimum(filters.top_k, max_candidates))
-    if FILTERED:
-        if inside & (top_p < 1.0):
-            # The mass that min-p and top-k keep is at most the total, and at least the draft's and what is above it.
-            inside = above < top_p * standing.total
-            is_open = (filters.top_k < row.vocab_size) | (filters.min_p > 0.0)
-            weight = weigh(standing.logit, row.max_logit, row.temperature)
-            if inside & is_open & (above >= top_p * (above + weight)):
-                _, mass = kept_by_count(row, groups, filters, standing.total, sizes)
-                inside = above < top_p * mass
-    return inside | (standing.rank == 0)
-
-
-@triton.jit
-def _followers_agree(batch, request, i_row, num_followers, verify_window, sizes):
-    """Whether there are `verify_window` more draft rows, and each holds the first token of its order: bool."""
-    left = verify_window + 0
-    agrees = num_followers >= verify_window
-    while agrees & (left > 0):
-        i_row += 1
-        draft = draft_of(batch.logits, batch.rows, i_row, request.temperature)
-        _, first = first_of(batch.stats, i_row, sizes)
-        agrees = draft.is_usable & (draft.token == first)
-        left -= 1
-    return agrees
+def need_of(row, filters, total, verify_window, max_candidates):
+    """How far down a row its head must reach: `Need`."""
+    by_mass, is_open = filters.top_p < 1.0, (filters.top_k < row.vocab_size) | (filters.min_p > 0.0)
+    # Where top-p acts on what min-p and top-k keep, all that they keep is needed, for its mass.
+    count = tl.where(is_open & by_mass, filters.top_k, tl.minimum(filters.top_k, max_candidates))
+    mass = tl.where(by_mass & (is_open == 0), filters.top_p * total, POS_INF)
+    logit = tl.where(filters.min_p > 0.0, row.lowest, NEG_INF)
+    return Need(count, mass, logit, tl.where(verify_window > 0, 2, 1))
 
 
 @triton.jit
@@ -163,84 +90,152 @@ def _least_probability(batch, row, i_row, key, draft, sizes):
 
 
 @triton.jit
-def _exceeds(row, groups, filters, standing, least, sizes, FILTERED: tl.constexpr):
-    """Whether the probability of a draft of the nucleus exceeds `least`: bool."""
-    weight = weigh(standing.logit, row.max_logit, row.temperature)
-    exceeds = weight > least * standing.total
+def _followers_agree(batch, request, i_row, verify_window, sizes):
+    """Whether there are `verify_window` more draft rows, and each holds the first token of its order: bool."""
+    left = verify_window + 0
+    agrees = request.start + request.num_rows - 2 - i_row >= verify_window
+    while agrees & (left > 0):
+        i_row += 1
+        draft = draft_of(batch.logits, batch.rows, i_row, request.temperature)
+        agrees = draft.is_usable & (draft.token == first_token(batch.logits, batch.stats, batch.groups, i_row, sizes))
+        left -= 1
+    return agrees
+
+
+@triton.jit
+def kept_of(row, groups, filters, total, sizes, FILTERED: tl.constexpr):
+    """What the filters keep of a row that has no head: `Kept`."""
+    floor, mass, limit = -LARGEST, total, tl.full((), POS_INF, tl.float32)
     if FILTERED:
-        # The mass of the nucleus is at most the total, and at least the draft's and what is above it.
-        if (exceeds == 0) & (weight > least * (standing.above + weight)):
-            exceeds = weight > least * nucleus_mass(row, groups, filters, standing.total, sizes)
-    return exceeds
+        if (filters.top_k < row.vocab_size) | (filters.min_p > 0.0):
+            floor, mass = find_cut(row, groups, filters.top_k, total, limit, sizes)
+        limit = tl.where(filters.top_p < 1.0, filters.top_p * mass, limit)
+    return Kept(floor, mass, limit)
 
 
 @triton.jit
-def sample_of_row(batch, row, groups, filters, i_row, key, first, sizes, FILTERED: tl.constexpr):
-    """The token that `target_match` samples at a row: int32."""
-    score, token = best_score_of(batch.stats, i_row, sizes)
-    token = tl.where(score > NEG_INF, token, first)
-    if FILTERED:
-        if token != first:
-            top_p, top_k = filters.top_p, filters.top_k
-            total = total_mass_of(batch.stats, i_row, row, sizes)
-            floor, mass = kept_by_count(row, groups, filters, total, sizes)
-            limit = tl.where(top_p < 1.0, top_p * mass, POS_INF)
-            all_of_row = Residual(row.ptr, -1, 0.0, 0.0, POS_INF)
-            token = settle_sample(row, groups, key, all_of_row, token, floor, top_k, limit, sizes, False)
-            token = tl.where(token >= 0, token, first)
-    return token
+def nucleus_mass(row, groups, filters, kept, sizes):
+    """The mass of the nucleus of a row that has no head: float32."""
+    mass = kept.mass
+    if filters.top_p < 1.0:
+        _, mass = find_cut(row, groups, filters.top_k, kept.mass, kept.limit, sizes)
+    return mass
 
 
 @triton.jit
-def _standing_of(batch, row, i_row, draft, sizes):
-    """The `Standing` of a row's draft."""
-    total = total_mass_of(batch.stats, i_row, row, sizes)
-    rank = rank_of_draft(batch.stats, i_row, sizes)
-    return Standing(draft.logit, rank, mass_above_draft(batch.stats, i_row, row, sizes), total)
+def judge_by_bounds(batch, i_row, row, kept, key, draft, sizes, STRATEGY: tl.constexpr, WITH_ABOVE: tl.constexpr):
+    """What the statistics of a row say of its draft, where the number of candidates has no limit: a verdict, int32."""
+    above = tl.zeros((), tl.float32)
+    if WITH_ABOVE:
+        above = mass_above_draft(batch.stats, i_row, row, draft, sizes)
+    # Only the first token has no mass before it. It is always kept.
+    inside = (draft.logit >= row.lowest) & ((above < kept.limit) | (above == 0.0))
+    verdict = inside.to(tl.int32)
+    if STRATEGY == REJECTION:
+        if inside:
+            least = _least_probability(batch, row, i_row, key, draft, sizes)
+            weight = weigh(draft.logit, row.max_logit, row.temperature)
+            # All before the last token of the nucleus weigh less than the limit, the last no more than the draft.
+            most = tl.minimum(kept.mass, kept.limit + weight)
+            fewest = tl.minimum(kept.mass, tl.maximum(kept.limit, above + weight))
+            verdict = tl.where(weight > least * most, 1, tl.where(weight > least * fewest, -1, 0))
+    return verdict
 
 
 @triton.jit
-def _passes_topp(batch, request, run, row, groups, draft, verify_window, max_candidates, sizes, FILTERED: tl.constexpr):
-    """Whether `topp` accepts a draft: a candidate, or a second choice that first choices follow; bool."""
-    i_row = request.start + run
-    standing = _standing_of(batch, row, i_row, draft, sizes)
-    passes = _is_candidate(row, groups, request.filters, standing, max_candidates, sizes, FILTERED)
-    if (passes == 0) & (standing.rank == 1) & (verify_window > 0):
-        num_followers = request.num_rows - 2 - run
-        passes = _followers_agree(batch, request, i_row, num_followers, verify_window, sizes)
-    return passes
-
-
-@triton.jit
-def _passes_rejection(batch, request, run, row, groups, key, draft, max_candidates, sizes, FILTERED: tl.constexpr):
-    """Whether `rejection` accepts a draft: a candidate, and likely enough; bool."""
-    i_row, filters = request.start + run, request.filters
-    standing = _standing_of(batch, row, i_row, draft, sizes)
-    passes = _is_candidate(row, groups, filters, standing, max_candidates, sizes, FILTERED)
-    if passes:
-        least = _least_probability(batch, row, i_row, key, draft, sizes)
-        passes = _exceeds(row, groups, filters, standing, least, sizes, FILTERED)
-    return passes
-
-
-@triton.jit
-def judge_draft(
-    batch, request, run, draft, verify_window, max_candidates, sizes, STRATEGY: tl.constexpr, FILTERED: tl.constexpr
+def judge_by_statistics(
+    batch,
+    request,
+    i_row,
+    row,
+    total,
+    key,
+    draft,
+    verify_window,
+    max_candidates,
+    sizes,
+    STRATEGY: tl.constexpr,
+    WITH_ABOVE: tl.constexpr,
 ):
-    """Whether the strategy accepts a usable draft, bool, and the token that `target_match` emits there, int32."""
-    i_row = request.start + run
-    row, groups, first = row_at(batch, request, i_row, sizes)
-    token = tl.full((), -1, tl.int32)
-    passes = draft.token == first
-    if request.is_greedy == 0:
-        key = key_of(batch, request, i_row)
-        if STRATEGY == TARGET_MATCH:
-            token = sample_of_row(batch, row, groups, request.filters, i_row, key, first, sizes, FILTERED)
-            passes = draft.token == token
-        elif STRATEGY == TOPP:
-            passes = _passes_topp(
-                batch, request, run, row, groups, draft, verify_window, max_candidates, sizes, FILTERED
-            )
-        elif STRATEGY == REJECTION:
-            passes = _passes_rejection(batch, request, run, row, groups, key, draft, max_candidates, sizes, FILTERED)
-    return passes, token
+    """The verdict of `topp` or `rejection` on a draft where statistics are enough: int32."""
+    filters = request.filters
+    verdict = tl.full((), -1, tl.int32)
+    if (filters.top_k >= row.vocab_size) & (filters.min_p <= 0.0):
+        limit = tl.where(filters.top_p < 1.0, filters.top_p * total, POS_INF)
+        kept = Kept(-LARGEST, total, limit)
+        verdict = judge_by_bounds(batch, i_row, row, kept, key, draft, sizes, STRATEGY, WITH_ABOVE)
+        if STRATEGY == TOPP:
+            is_open = tl.where(verdict == 1, max_candidates < row.vocab_size, verify_window > 0)
+            verdict = tl.where(is_open, -1, verdict)
+    return verdict
+
+
+@triton.jit
+def judge_in_head(
+    batch,
+    request,
+    i_row,
+    row,
+    head,
+    inside,
+    mass,
+    key,
+    draft,
+    verify_window,
+    max_candidates,
+    sizes,
+    STRATEGY: tl.constexpr,
+):
+    """The verdict of `topp` or `rejection` on a draft of a row whose nucleus is in its head: int32."""
+    is_draft = head.tokens == draft.token
+    is_candidate = is_draft & inside & (head.rank < max_candidates)
+    passes = tl.sum(is_candidate.to(tl.int32), axis=0) > 0
+    if STRATEGY == REJECTION:
+        least = _least_probability(batch, row, i_row, key, draft, sizes)
+        passes = passes & (weigh(draft.logit, row.max_logit, row.temperature) > least * mass)
+    if STRATEGY == TOPP:
+        is_second = tl.sum((is_draft & (head.rank == 1)).to(tl.int32), axis=0) > 0
+        if (passes == 0) & is_second & (verify_window > 0):
+            passes = _followers_agree(batch, request, i_row, verify_window, sizes)
+    return passes.to(tl.int32)
+
+
+@triton.jit
+def _rank_in_row(row, groups, draft, sizes):
+    """The number of tokens that a row orders before its draft: int32."""
+    num_listed = list_groups(groups, draft.logit, sizes)
+    return count_before(row, groups, num_listed, draft.token, draft.logit, sizes)
+
+
+@triton.jit
+def judge_in_row(
+    batch,
+    request,
+    i_row,
+    row,
+    groups,
+    kept,
+    key,
+    draft,
+    verify_window,
+    max_candidates,
+    sizes,
+    STRATEGY: tl.constexpr,
+    WITH_ABOVE: tl.constexpr,
+):
+    """The verdict of `topp` or `rejection` on a draft of a row that has no head: int32."""
+    verdict = judge_by_bounds(batch, i_row, row, kept, key, draft, sizes, STRATEGY, WITH_ABOVE)
+    max_count = tl.minimum(request.filters.top_k, max_candidates)
+    if (verdict != 0) & (max_count < row.vocab_size):
+        if _rank_in_row(row, groups, draft, sizes) >= max_count:
+            verdict = tl.zeros((), tl.int32)
+    if STRATEGY == REJECTION:
+        if verdict < 0:
+            least = _least_probability(batch, row, i_row, key, draft, sizes)
+            mass = nucleus_mass(row, groups, request.filters, kept, sizes)
+            verdict = (weigh(draft.logit, row.max_logit, row.temperature) > least * mass).to(tl.int32)
+    if STRATEGY == TOPP:
+        if (verdict == 0) & (verify_window > 0):
+            if _rank_in_row(row, groups, draft, sizes) == 1:
+                verdict = _followers_agree(batch, request, i_row, verify_window, sizes).to(tl.int32)
+    return verdict

@@ -56,6 +56,7 @@ def make_matcher(kind: str, vllm_config: Any) -> Matcher:
         vllm_config.model_config.max_model_len,
         min_ngram_size=options.min_ngram_size,
         max_ngram_size=options.max_ngram_size,
+        match_order=options.ngram_match_order,
         match_len_cap=MATCH_LEN_CAP if options.adaptive else max(options.match_override_len, 1),
     )
 
@@ -85,6 +86,7 @@ class HistoryDrafter:
         """Set the runner whose batches are drafted for, and what follows its requests."""
         self._history = HostHistory(runner, tracker)
         self._tracker = tracker
+        tracker.drafter = self._adaptive
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is no model, but vLLM's CPU runner calls this."""
@@ -97,17 +99,17 @@ class HistoryDrafter:
         slot_mappings: Any = None,
     ) -> list[list[int]]:
         """Draft for each request; arguments and result are those of vLLM's custom proposers."""
-        history, room = self._history.read(sampled_token_ids, self._width)
+        history, max_drafts = self._history.read(sampled_token_ids, self._width)
         if self._adaptive is not None:
             self._adaptive.retain(self._history.requests_with_state())
-            _plan_passes(self._adaptive, self._tracker, history, room)
-            return _choose(self._adaptive, self._tracker, history, room, None).to_lists()
+            _plan_passes(self._adaptive, self._tracker, history, max_drafts)
+            return _choose(self._adaptive, self._tracker, history, max_drafts, None).to_lists()
         lists: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._matcher is not None:
             self._matcher.retain(self._history.requests_with_state())
-            lists = self._matcher.match(history, None, room).to_lists()
+            lists = self._matcher.match(history, None, max_drafts).to_lists()
         drafts = Drafts(lists, np.zeros(len(lists), np.int32))
-        self._tracker.put_references_first(history, room, drafts)
+        self._tracker.put_references_first(history, max_drafts, drafts)
         return drafts.token_ids
 
 
@@ -146,6 +148,7 @@ class HybridMixin(_Proposer):
         """Set the runner whose batches are drafted for, and what follows its requests."""
         self._history = HostHistory(runner, tracker)
         self._tracker = tracker
+        tracker.drafter = self._drafter if isinstance(self._drafter, AdaptiveDrafter) else None
 
     def prepare_next_token_ids_padded(
         self,
@@ -211,22 +214,22 @@ class HybridMixin(_Proposer):
         if isinstance(self._drafter, AdaptiveDrafter):
             return self._propose_what_pays(self._drafter, num_speculative_tokens, *args, **kwargs)
         model_drafts = super().propose(self._steps, *args, **kwargs)
-        history, room = self._history.read(self._sampled_tokens, num_speculative_tokens, on_host=self._tokens_on_host)
+        history, max_drafts = self._read_history(num_speculative_tokens)
         self._drafter.matcher.retain(self._history.requests_with_state())
-        drafts = self._drafter.draft(history, model_drafts.cpu().numpy(), room)
-        self._tracker.put_references_first(history, room, drafts)
+        drafts = self._drafter.draft(history, model_drafts.cpu().numpy(), max_drafts)
+        self._tracker.put_references_first(history, max_drafts, drafts)
         self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
         return drafts.token_ids
 
     def _propose_what_pays(
         self, drafter: AdaptiveDrafter, num_speculative_tokens: int, *args: Any, **kwargs: Any
     ) -> list[list[int]]:
-        history, room = self._history.read(self._sampled_tokens, num_speculative_tokens, on_host=self._tokens_on_host)
+        history, max_drafts = self._read_history(num_speculative_tokens)
         drafter.retain(self._history.requests_with_state())
-        num_passes = _plan_passes(drafter, self._tracker, history, room)
+        num_passes = _plan_passes(drafter, self._tracker, history, max_drafts)
         began = time.perf_counter()
         model_drafts = super().propose(num_passes, *args, **kwargs).cpu().numpy() if num_passes else None
-        choice = _choose(drafter, self._tracker, history, room, model_drafts)
+        choice = _choose(drafter, self._tracker, history, max_drafts, model_drafts)
         if num_passes:
             assert self._tracker.prices is not None
             # The choice takes longer with the model's drafts, which is their cost too.
@@ -235,6 +238,11 @@ class HybridMixin(_Proposer):
         # Without drafts of the model no draft has a distribution.
         self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens) if num_passes else None
         return drafts.token_ids
+
+    def _read_history(self, width: int) -> tuple[History, np.ndarray]:
+        """See `HostHistory.read`."""
+        read = self._history.read if self._tokens_on_host else self._history.write_and_read
+        return read(self._sampled_tokens, width)
 
     def take_last_draft_probs(self) -> torch.Tensor | None:
         """[B, K, vocab] float32 probabilities of all drafts: the model's own, then one-hot rows."""
@@ -247,22 +255,24 @@ class HybridMixin(_Proposer):
         return with_one_hot_rows(model_probs, drafts, width)
 
 
-def _plan_passes(drafter: AdaptiveDrafter, tracker: RequestTracker, history: History, room: np.ndarray) -> int:
+def _plan_passes(drafter: AdaptiveDrafter, tracker: RequestTracker, history: History, max_drafts: np.ndarray) -> int:
     assert tracker.prices is not None
     drafter.set_prices(tracker.prices.agree(len(history.req_ids)))
-    return drafter.plan(history, room, tracker.references(history.req_ids))
+    return drafter.plan(
+        history, max_drafts, tracker.references(history.req_ids), without_drafts=tracker.live_requests.without_drafts()
+    )
 
 
 def _choose(
     drafter: AdaptiveDrafter,
     tracker: RequestTracker,
     history: History,
-    room: np.ndarray,
+    max_drafts: np.ndarray,
     model_drafts: np.ndarray | None,
 ) -> Choice:
     if model_drafts is None:
-        model_drafts = np.empty((len(room), 0), np.int32)
-    choice = drafter.draft(history, room, model_drafts)
+        model_drafts = np.empty((len(max_drafts), 0), np.int32)
+    choice = drafter.draft(history, max_drafts, model_drafts)
     tracker.take_note(history.req_ids, choice)
     return choice
 

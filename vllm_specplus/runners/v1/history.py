@@ -25,37 +25,52 @@ class HostHistory:
         unfinished = self._runner.requests
         return unfinished if len(unfinished) <= self._max_num_states else self._runner.input_batch.req_ids
 
-    def read(self, sampled: list[list[int]], width: int, *, on_host: bool = True) -> tuple[History, np.ndarray]:
-        """Read the history of the batch, this step's tokens included.
+    def read(self, sampled: list[list[int]], width: int) -> tuple[History, np.ndarray]:
+        """Read the history of the batch, into which vLLM has written this step's tokens.
 
         Args:
             sampled: [B] the tokens that each request got in this step; none for a partial prefill.
             width: the most drafts that a request may have.
-            on_host: whether vLLM has written the tokens of this step into the host's sequences already. If not, they
-                are written here, to the places where vLLM's bookkeeping is about to write the same tokens.
 
         Returns:
             The history, and [B] int64 drafts that each request may have. A request has none during its prefill and
             where the model length leaves no room, and never more than it allows.
         """
+        return self._read(sampled, self._num_tokens(sampled), width)
+
+    def write_and_read(self, sampled: list[list[int]], width: int) -> tuple[History, np.ndarray]:
+        """Write this step's tokens into the host's sequences, and read the history; see `read`.
+
+        The places are those where vLLM's bookkeeping is about to write the same tokens.
+        """
+        num_tokens = self._num_tokens(sampled)
+        token_ids = self._runner.input_batch.token_ids_cpu
+        for i, tokens in enumerate(sampled):
+            end = num_tokens[i] + len(tokens)
+            token_ids[i, num_tokens[i] : end] = tokens
+            num_tokens[i] = end
+        return self._read(sampled, num_tokens, width)
+
+    def _num_tokens(self, sampled: list[list[int]]) -> np.ndarray:
+        """[B] int64: the tokens that vLLM has written of each request."""
+        return self._runner.input_batch.num_tokens_no_spec[: len(sampled)].astype(np.int64)
+
+    def _read(self, sampled: list[list[int]], num_tokens: np.ndarray, width: int) -> tuple[History, np.ndarray]:
         batch = self._runner.input_batch
-        num_reqs = len(sampled)
-        num_tokens = batch.num_tokens_no_spec[:num_reqs].astype(np.int64)
-        if not on_host:
-            for i, tokens in enumerate(sampled):
-                batch.token_ids_cpu[i, num_tokens[i] : num_tokens[i] + len(tokens)] = tokens
-            num_tokens += [len(tokens) for tokens in sampled]
-        # A prompt of embeddings has no tokens; its row still holds the tokens of an earlier request.
-        num_prompt_tokens = batch.num_prompt_tokens[:num_reqs].copy()
-        for i in batch.req_prompt_embeds:
-            num_tokens[i] = num_prompt_tokens[i] = 0
-        drafts_nothing = np.array([not tokens for tokens in sampled]) | (num_tokens == 0)
-        room = self._runner.max_model_len - num_tokens - 1
+        num_prompt_tokens = batch.num_prompt_tokens[: len(sampled)].astype(np.int64)
         history = History(
-            req_ids=batch.req_ids[:num_reqs],
+            req_ids=batch.req_ids[: len(sampled)],
             token_ids=batch.token_ids_cpu,
             num_tokens=num_tokens,
             num_prompt_tokens=num_prompt_tokens,
         )
-        allowed = self._tracker.limits(history.req_ids, width)
-        return history, np.where(drafts_nothing, 0, np.clip(room, 0, allowed))
+        limits = self._tracker.live_requests.max_drafts(history.req_ids, width)
+        np.minimum(limits, self._runner.max_model_len - 1 - num_tokens, out=limits)
+        np.maximum(limits, 0, out=limits)
+        for i, tokens in enumerate(sampled):
+            if not tokens:
+                limits[i] = 0
+        # A prompt of embeddings has no tokens; its row still holds the tokens of an earlier request.
+        for i in batch.req_prompt_embeds:
+            num_tokens[i] = num_prompt_tokens[i] = limits[i] = 0
+        return history, limits

@@ -9,6 +9,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm_specplus import compat
 from vllm_specplus.config import HISTORY_METHODS, SpecPlusOptions
 from vllm_specplus.runners import BuildStep
+from vllm_specplus.runners.live_requests import OptionsTracker
 from vllm_specplus.runners.v1.drafter import HistoryDrafter, HybridMixin, hybrid_class
 from vllm_specplus.runners.v1.requests import RequestTracker
 from vllm_specplus.runners.v1.samplers import StrategyRejectionSampler, StrategySampler
@@ -37,22 +38,29 @@ def plugin_classes_installed(options: SpecPlusOptions) -> Iterator[None]:
         yield
 
 
-def connect(runner: Any) -> RequestTracker | None:
+def connect(runner: Any) -> RequestTracker | OptionsTracker | None:
     """Give the drafter and the samplers of a built runner what vLLM does not pass to them.
 
     Returns:
-        The tracker of the runner's requests; None where the plugin does not draft.
+        The tracker of the runner's requests; None where the plugin has nothing to follow.
     """
-    _drop_padding(runner)
+    _wrap_draft_copy(runner)
     for name in ("sampler", "rejection_sampler"):
         part = getattr(runner, name, None)
         if isinstance(part, StrategySampler | StrategyRejectionSampler):
             part.set_runner(runner)
     drafter = getattr(runner, "drafter", None)
-    if not isinstance(drafter, HistoryDrafter | HybridMixin):
+    allows_force_accept = runner.speculative_config.specplus.allow_force_accept
+    tracker: RequestTracker | OptionsTracker
+    if isinstance(drafter, HistoryDrafter | HybridMixin):
+        tracker = RequestTracker(runner)
+        drafter.set_runner(runner, tracker)
+    elif allows_force_accept:
+        tracker = OptionsTracker(runner.vllm_config)
+    else:
         return None
-    tracker = RequestTracker(runner)
-    drafter.set_runner(runner, tracker)
+    if allows_force_accept and isinstance(runner.rejection_sampler, StrategyRejectionSampler):
+        runner.rejection_sampler.set_live_requests(tracker.live_requests)
     return tracker
 
 
@@ -60,8 +68,8 @@ def forget_warm_up(runner: Any) -> None:
     """Do nothing: vLLM's warm-up on V1 runs no requests, so nothing is left of it."""
 
 
-def _drop_padding(runner: Any) -> None:
-    """Keep padding from being verified as drafts.
+def _wrap_draft_copy(runner: Any) -> None:
+    """Wrap the runner's method that hands drafts over, so that padding is not verified as drafts.
 
     When one request comes near the model's length, vLLM drafts for no request of the batch and schedules zeros as
     padding. vLLM's own sampling rejects them. A strategy that accepts any likely token would emit them.

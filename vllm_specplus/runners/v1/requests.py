@@ -7,14 +7,17 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.proposers.adaptive import AdaptiveDrafter
 from vllm_specplus.proposers.arbiter import Choice
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.hybrid import Drafts
 from vllm_specplus.proposers.reference_text import ReferenceText
-from vllm_specplus.runners.live_requests import LiveRequests, limits
-from vllm_specplus.runners.request_counts import count_step
+from vllm_specplus.runners.live_requests import LiveRequests
+from vllm_specplus.runners.request_counts import count_drafts
 from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, by_source
+
+_MOST_UNCOUNTED = 4096
 
 
 class RequestTracker:
@@ -26,15 +29,15 @@ class RequestTracker:
         self.live_requests = LiveRequests(options, runner.model_config, warns=get_tp_group().rank_in_group == 0)
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
         self.prices = StepPrices() if options.adaptive else None
+        self.drafter: AdaptiveDrafter | None = None  # is told of requests that begin
         self._counts = np.zeros((2, len(SOURCES), width), np.int64)
+        # For each request and step whose drafts are not in the counts yet: how many were the model's, the source of the
+        # others, how many were verified, how many accepted.
+        self._uncounted: list[tuple[int, int, int, int]] = []
         # By request, of its last drafts: how many were the model's, and the source of the others.
         self._last_drafts: dict[str, tuple[int, int]] = {}
         # By request of the step that runs: the same two, and how many drafts are verified.
         self._drafts_in_step: dict[str, tuple[int, int, int]] = {}
-
-    def limits(self, req_ids: Sequence[str], width: int) -> np.ndarray:
-        """[B] int64: the drafts that each request allows in a step, at most `width`."""
-        return limits(self.live_requests, req_ids, width)
 
     def references(self, req_ids: Sequence[str]) -> list[ReferenceText | None]:
         """[B] the reference that each request brought."""
@@ -43,23 +46,23 @@ class RequestTracker:
 
     def take_note(self, req_ids: Sequence[str], choice: Choice) -> None:
         """Take note of who made the drafts of each request, [B]."""
-        made = zip(choice.num_model.tolist(), choice.sources.tolist(), strict=True)
-        self._last_drafts.update(zip(req_ids, made, strict=True))
+        makers = zip(choice.num_model.tolist(), choice.sources.tolist(), strict=True)
+        self._last_drafts.update(zip(req_ids, makers, strict=True))
 
-    def put_references_first(self, history: History, room: np.ndarray, drafts: Drafts) -> None:
+    def put_references_first(self, history: History, max_drafts: np.ndarray, drafts: Drafts) -> None:
         """Replace a request's drafts with those of its reference where the reference tells how the output goes on.
 
         Args:
             history: the batch of B requests.
-            room: [B] int, the most drafts of each request.
+            max_drafts: [B] int, the most drafts of each request.
             drafts: of the batch, changed in place.
         """
         for i, req_id in enumerate(history.req_ids):
             source = self._history_source
             request = self.live_requests.get(req_id)
-            if request is not None and request.reference is not None and room[i] > 0:
+            if request is not None and request.reference is not None and max_drafts[i] > 0:
                 output = history.tokens(i)[history.num_prompt_tokens[i] :]
-                found = request.reference.draft(output, int(room[i]))
+                found = request.reference.draft(output, int(max_drafts[i]))
                 # A guess that no output token supports is used only if the request would have no drafts otherwise.
                 if len(found) and not (request.reference.is_guess and drafts.token_ids[i]):
                     drafts.token_ids[i], drafts.num_model[i] = found.tolist(), 0
@@ -81,6 +84,8 @@ class RequestTracker:
         begun = {request.req_id for request in new}
         for req_id in ended | begun | (scheduler_output.preempted_req_ids or set()):
             self._last_drafts.pop(req_id, None)
+        if self.drafter is not None:
+            self.drafter.withdraw(begun)
         invalid = scheduler_output.num_invalid_spec_tokens or {}
         # vLLM pads the first step of a request that has one token left to compute.
         padding = (0, UNFILLED)
@@ -95,28 +100,33 @@ class RequestTracker:
         Args:
             output: vLLM's ``ModelRunnerOutput``.
         """
-        nothing = (0, UNFILLED, 0)
-        rows = [
-            (*self._drafts_in_step.get(req_id, nothing), len(tokens) - 1, req_id)
-            for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
-            if tokens
-        ]
-        if not rows:
-            return
         if self.prices is not None:
             self.prices.add_tokens(sum(map(len, output.sampled_token_ids)))
-        *columns, req_ids = zip(*rows, strict=True)
-        num_model, fill_source, drafted, accepted = np.array(columns)
-        count_step(self._counts, num_model, fill_source, drafted, accepted)
-        for i, req_id in enumerate(req_ids if len(self.live_requests) else ()):
+        nothing = (0, UNFILLED, 0)
+        for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            if not tokens:
+                continue
+            num_model, fill_source, drafted = self._drafts_in_step.get(req_id, nothing)
+            accepted = len(tokens) - 1
+            if drafted:
+                self._uncounted.append((num_model, fill_source, drafted, accepted))
             request = self.live_requests.get(req_id)
-            if request is not None and request.key is not None:
-                is_reference = fill_source[i] == REFERENCE
-                part = np.array([1, drafted[i] * is_reference, accepted[i] * is_reference])
-                self.live_requests.counts.add(request.key, part)
+            if request is not None and request.counts_key is not None:
+                is_reference = fill_source == REFERENCE
+                part = np.array([1, drafted * is_reference, accepted * is_reference])
+                self.live_requests.counts.add(request.counts_key, part)
+        if len(self._uncounted) > _MOST_UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        """Enter what is not in the counts yet: together this costs far less than step by step."""
+        if self._uncounted:
+            count_drafts(self._counts, *np.array(self._uncounted).T)
+            self._uncounted.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counts by source and position, and the number of entries."""
+        self._count()
         return by_source(self._counts) | {"entries": self.live_requests.sizes()}
 
     def collect_request_stats(self, key: str) -> dict[str, int] | None:

@@ -3,16 +3,19 @@
 Penalties, bad words, masks and logprobs stay vLLM's. Only the step from processed logits to tokens is replaced.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor import LogitsProcessors, MinTokensLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.runners.live_requests import LiveRequests
 from vllm_specplus.strategies import uses_draft_distribution
 from vllm_specplus.verify import verify_draft_tokens
 
@@ -28,6 +31,7 @@ class _Verifier:
         self._policy = options.accept_policy
         self._verify_window = options.verify_window
         self._max_candidate_len = options.max_candidate_len
+        self.live_requests: LiveRequests | None = None
 
     def __call__(
         self,
@@ -69,7 +73,8 @@ class _Verifier:
             requests = torch.arange(num_reqs, device=logits.device)
             requests = requests.repeat_interleave(cu_num_rows.diff(), output_size=logits.shape[0])
             draft_logits = draft_probs.log() * temperature[requests, None]
-        return verify_draft_tokens(
+        verify = functools.partial(
+            verify_draft_tokens,
             logits,
             cu_num_rows,
             drafts,
@@ -79,12 +84,19 @@ class _Verifier:
             seeds=seeds,
             positions=positions,
             strategy=self._strategy,
-            policy=self._policy,
             verify_window=self._verify_window,
             max_candidate_len=self._max_candidate_len,
             max_rows=max_rows,
             draft_logits=draft_logits,
-        ).token_ids
+        )
+        tokens = verify(policy=self._policy).token_ids
+        if self.live_requests is None:
+            return tokens
+        accepts_all = self.live_requests.accept_all(self._runner.input_batch.req_ids[:num_reqs])
+        if accepts_all is None:
+            return tokens
+        chosen = torch.from_numpy(accepts_all).to(tokens.device)
+        return torch.where(chosen[:, None], verify(policy="accept_all").token_ids, tokens)
 
     @staticmethod
     def _seeds(generators: dict[int, torch.Generator], num_reqs: int, device: torch.device) -> torch.Tensor:
@@ -138,6 +150,10 @@ class StrategySampler(Sampler):
 class StrategyRejectionSampler(RejectionSampler):
     """Verifies drafts by the plugin's strategy and policy."""
 
+    def set_live_requests(self, live_requests: LiveRequests) -> None:
+        """Set what knows the requests whose drafts are all accepted."""
+        self._verifier.live_requests = live_requests
+
     def set_runner(self, runner: Any) -> None:
         """Set the runner whose batches are sampled."""
         self._runner = runner
@@ -167,7 +183,8 @@ class StrategyRejectionSampler(RejectionSampler):
         else:
             target = logits.index_select(0, draft_rows).to(torch.float32)
             bonus = logits.index_select(0, bonus_rows).to(torch.float32)
-        bonus = self.sampler.apply_logits_processors(bonus, sampling_metadata, predict_bonus_token=True)
+        without_min_tokens, min_tokens = _part_min_tokens(sampling_metadata)
+        bonus = self.sampler.apply_logits_processors(bonus, without_min_tokens, predict_bonus_token=True)
         target = self.apply_logits_processors(target, sampling_metadata, metadata)
         if not is_single:
             processed = torch.empty_like(logits, dtype=torch.float32)
@@ -175,6 +192,9 @@ class StrategyRejectionSampler(RejectionSampler):
             processed.index_copy_(0, bonus_rows.long(), bonus)
         elif target.data_ptr() != processed.data_ptr() or bonus.data_ptr() != processed[-1:].data_ptr():
             processed = torch.cat((target, bonus))
+        num_rows = [count + 1 for count in metadata.num_draft_tokens]
+        for processor in min_tokens:
+            processed = processor.apply_with_spec_decode(processed, num_rows)
         drafts = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
         if not self._runner.specplus_is_padding:
             drafts[draft_rows] = metadata.draft_token_ids.long()
@@ -196,24 +216,22 @@ class StrategyRejectionSampler(RejectionSampler):
         if not wants_logprobs:
             return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
         if self.is_processed_logprobs_mode:
-            raw_target = self._processed_target(target, metadata, sampling_metadata)
-            raw_bonus = self._processed_bonus(logits[bonus_rows], sampling_metadata)
-        else:
-            raw_target, raw_bonus = (logits[rows].to(torch.float32) for rows in (draft_rows, bonus_rows))
+            processed = self._constrained(processed, num_rows, sampling_metadata)
+        raw = processed if self.is_processed_logprobs_mode else logits
+        raw_target, raw_bonus = (raw[rows].to(torch.float32) for rows in (draft_rows, bonus_rows))
         logprobs = self._get_logprobs_tensors(
             sampling_metadata.max_num_logprobs, metadata, logits, raw_target, raw_bonus, tokens
         )
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
-    def _processed_target(self, logits: torch.Tensor, metadata: Any, sampling_metadata: Any) -> torch.Tensor:
-        """[num_drafts, vocab] float32: the draft rows as vLLM's own sampler would have sampled from them.
+    def _constrained(self, logits: torch.Tensor, num_rows: list[int], sampling_metadata: Any) -> torch.Tensor:
+        """[num_rows, vocab] float32: all rows as vLLM's own sampler would have sampled from them.
 
         vLLM's ``apply_sampling_constraints`` is avoided: on a CPU it reads parameters that nothing wrote.
         """
         if sampling_metadata.all_greedy:
             return logits
-        counts = torch.tensor(metadata.num_draft_tokens)
-        requests = torch.arange(len(counts)).repeat_interleave(counts).to(logits.device)
+        requests = torch.arange(len(num_rows)).repeat_interleave(torch.tensor(num_rows)).to(logits.device)
         temperature, top_k, top_p = (
             None if value is None else value[requests]
             for value in (sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
@@ -221,12 +239,15 @@ class StrategyRejectionSampler(RejectionSampler):
         scaled = self.sampler.apply_temperature(logits, temperature, sampling_metadata.all_random)
         return apply_top_k_top_p(scaled, top_k, top_p)
 
-    def _processed_bonus(self, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
-        """[num_reqs, vocab] float32: the bonus rows as vLLM's own sampler would have sampled from them."""
-        output = self.sampler(
-            logits=logits,
-            sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1),
-            predict_bonus_token=True,
-            logprobs_mode_override="processed_logits",
-        )
-        return output.logprobs_tensors.logprobs
+
+def _part_min_tokens(sampling_metadata: Any) -> tuple[Any, list[MinTokensLogitsProcessor]]:
+    """Part the processors that act for `min_tokens` from the sampling metadata.
+
+    vLLM lets them judge a bonus row by the length at which the step began. The drafts before it count too.
+    """
+    processors = list(sampling_metadata.logitsprocs.all)
+    min_tokens = [p for p in processors if isinstance(p, MinTokensLogitsProcessor) and p.min_toks]
+    if not min_tokens:
+        return sampling_metadata, []
+    others = [p for p in processors if p not in min_tokens]
+    return replace(sampling_metadata, logitsprocs=LogitsProcessors(others)), min_tokens

@@ -129,13 +129,32 @@ class AdaptiveFiller(SlotFiller):
         if self._suffix is not None:
             self._suffix.reset()
 
-    def begin(self, index: int) -> None:
-        """Make room for a request that takes a place among the request states."""
-        credit = self._account.allowance()
+    def warm_up(self) -> None:
+        """Launch once the kernel that offers the chain of a reference, for no request."""
+        nobody = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+        none = torch.zeros(1, dtype=torch.int32, device=self._device)
+        token_ids = nobody.new_zeros(1, self._arguments["num_speculative_tokens"])
+        kernels.offer_chain(self._state, self._reference_chain, nobody, token_ids, none, none)
+
+    def begin(self, req_id: str, index: int) -> None:
+        """Make room for a request that takes a place among the request states; one that comes back has its credit."""
         self._generation[index] += 1
+        self._state.offer_positions[index].fill_(NO_OFFERS.value)
+        for numbers in self._state.record:
+            numbers[index].fill_(0)
+        kept = self._requests.take_back(req_id)
+        if kept is not None:
+            self._is_awake[index], credits = kept
+            self._state.credits[index : index + 1].copy_(credits)
+            return
+        credit = self._account.allowance() if self._requests.allows_drafts(index) else ASLEEP
         self._is_awake[index] = credit != ASLEEP
-        self._state.known[index].fill_(NO_OFFERS.value)
         self._state.credits[index].fill_(credit)
+
+    def end(self, req_id: str, index: int) -> None:
+        """Keep the credit of a request that may come back: once it sleeps, its draft cache has gaps."""
+        if not self._requests.has_ended(req_id):
+            self._requests.keep(req_id, (self._is_awake[index], self._state.credits[index : index + 1].clone()))
 
     @property
     def _prices_of_steps(self) -> StepPrices:
@@ -182,24 +201,20 @@ class AdaptiveFiller(SlotFiller):
         arrival: Arrival | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `SlotFiller.fill`."""
-        self._begin_step(input_batch)
-        self._is_in_step = False
+        self._judge(input_batch)
+        self._offer_model(input_batch, drafts[:, :num_steps], max_drafts)
         state, idx_mapping = self._state, input_batch.idx_mapping
-        texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu
-        kernels.judge_and_update(state, *texts, idx_mapping, self._totals[:1])
-        if num_steps:
-            # In a prompt the draft model has drafted tokens that are known.
-            drafting = torch.where(max_drafts > 0, idx_mapping, -1)
-            kernels.offer_model(state, drafting, drafts[:, :num_steps])
         if NGRAM in self._matching:
             kernels.offer_ngrams(
                 state,
-                *texts,
+                self._req_states.all_token_ids.gpu,
+                self._req_states.total_len.gpu,
                 idx_mapping,
                 max_drafts,
                 min_ngram_size=self._options.min_ngram_size,
                 max_ngram_size=self._options.max_ngram_size,
                 match_len_cap=MATCH_LEN_CAP,
+                takes_first=self._options.ngram_match_order == "first",
                 first_chain=self._matching.index(NGRAM),
                 chains_per_start=len(self._matching),
             )
@@ -211,24 +226,61 @@ class AdaptiveFiller(SlotFiller):
         if reference is not None:
             kernels.offer_chain(state, self._reference_chain, idx_mapping, *reference)
 
-        slot, step, *_ = self._prices_on_device.split(1)
-        pass_prices = self._prices_on_device[2:]
-        chosen = kernels.choose(state, texts[1], idx_mapping, max_drafts, slot, drafts)
+        chosen = self._choose(input_batch, drafts, max_drafts)
+        self._settle(input_batch, chosen.values, max_drafts)
+        self._requests.set_fill_source(idx_mapping, chosen.source)
+        if self._confidences is not None:
+            torch.div(chosen.chances, ONE.value, out=self._confidences[: len(chosen.chances)])
+        return chosen.num_drafts, chosen.num_model
+
+    def skip(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        decodes: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> None:
+        """See `SlotFiller.skip`; the model's passes earn nothing in such a step, but are paid for."""
+        self._judge(input_batch)
+        self._offer_model(input_batch, drafts[:, :num_steps], decodes)
+        if self._suffix is not None:
+            self._suffix.skip(input_batch, drafts, num_steps, decodes, arrival)
+        chosen = self._choose(input_batch, drafts, torch.zeros_like(decodes))
+        self._settle(input_batch, chosen.values, decodes)
+
+    def _judge(self, input_batch: Any) -> None:
+        """Judge the offers of the last step by the tokens that have come."""
+        self._begin_step(input_batch)
+        self._is_in_step = False
+        texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu
+        kernels.judge_and_update(self._state, *texts, input_batch.idx_mapping, self._totals[:1])
+
+    def _offer_model(self, input_batch: Any, model_drafts: torch.Tensor, limits: torch.Tensor) -> None:
+        """Offer the model's drafts; in a prompt, which has a limit of 0, it has drafted tokens that are known."""
+        if model_drafts.shape[1]:
+            drafting = torch.where(limits > 0, input_batch.idx_mapping, -1)
+            kernels.offer_model(self._state, drafting, model_drafts)
+
+    def _choose(self, input_batch: Any, drafts: torch.Tensor, limits: torch.Tensor) -> kernels.Chosen:
+        slot = self._prices_on_device[:1]
+        num_tokens = self._req_states.total_len.gpu
+        return kernels.choose(self._state, num_tokens, input_batch.idx_mapping, limits, slot, drafts)
+
+    def _settle(self, input_batch: Any, values: torch.Tensor, limits: torch.Tensor) -> None:
+        """Enter what the passes have earned, and report the step to the host; with a limit of 0 one pass is enough."""
+        step, pass_prices = self._prices_on_device[1:2], self._prices_on_device[2:]
         kernels.settle(
-            state,
-            idx_mapping,
-            max_drafts,
-            chosen.values,
+            self._state,
+            input_batch.idx_mapping,
+            values,
             pass_prices,
             step,
             self._totals[1:],
             most_credit=CommonAccount.most_credit,
         )
-        self._send(input_batch, kernels.plan_passes(state, idx_mapping, pass_prices, self._totals))
-        self._requests.set_fill_source(idx_mapping, chosen.source)
-        if self._confidences is not None:
-            torch.div(chosen.chances, ONE.value, out=self._confidences[: len(chosen.chances)])
-        return chosen.num_drafts, chosen.num_model
+        report = kernels.plan_passes(self._state, input_batch.idx_mapping, limits, pass_prices, self._totals)
+        self._send(input_batch, report)
 
     def _set_prices(self, prices: Prices) -> None:
         self._prices = prices

@@ -30,8 +30,8 @@ class Drafting:
         draft_tokens: [max_num_reqs, K] int64, the drafts of this step's batch, padded with token 0.
         num_drafts: [max_num_reqs] int32 by request state: drafts of each request, in its first slots.
         num_model: [max_num_reqs] int32 by request state: how many of these are the draft model's.
-        confidences: [max_num_reqs, K] float32, for vLLM's adaptive verification: the chance of each draft of this
-            step's batch if those before it are right, and 0 after the last; None: nobody asks.
+        confidences: [max_num_reqs, K] float32, the chance of each draft of this step's batch if those before it are
+            right; 0 after the last draft. vLLM's adaptive verification reads it; None: that is off.
         width: K, the slots of a request.
         is_async: whether the scheduler schedules a step before the last step's drafts are made.
         requests: follows what single requests ask for.
@@ -45,7 +45,6 @@ class Drafting:
         self.draft_tokens = torch.zeros(max_num_reqs, self.width, dtype=torch.int64, device=device)
         self.num_drafts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.num_model = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
-        self._is_adaptive = options.adaptive
         self.confidences: torch.Tensor | None = None
         if options.is_hybrid and vllm_config.speculative_config.enable_adaptive_verification:
             self.confidences = torch.zeros(max_num_reqs, self.width, dtype=torch.float32, device=device)
@@ -65,15 +64,21 @@ class Drafting:
         self.requests.begin(req_id, index)
         # vLLM pads the first step of a request that has one token left to compute.
         self.num_drafts[index].zero_()
-        self._slot_filler.begin(index)
+        self._slot_filler.begin(req_id, index)
         if self._slot_filler.needs_every_step or self.requests.has_reference(index):
             self._copier.mirror.add(index, prompt_len, token_ids)
         else:
             self._copier.mirror.skip(index)
 
+    def end(self, req_id: str, index: int) -> None:
+        """Take note of a request that leaves its place, at its end or to come back later."""
+        self._slot_filler.end(req_id, index)
+        self.requests.end(index)
+
     def warm_up(self) -> None:
         """Compile the kernels that only some requests need."""
         self.requests.warm_up(self.draft_tokens[:1], self.num_drafts, self.num_model)
+        self._slot_filler.warm_up()
 
     def reset(self) -> None:
         """Forget all requests; none runs."""
@@ -106,16 +111,16 @@ class Drafting:
         if model_drafts is not None:
             draft_tokens[:, :num_steps] = model_drafts
         self.requests.count_steps(input_batch, num_sampled)
-        needs_every_step = self._slot_filler.needs_every_step
-        # All K slots or none: kernels are compiled for one width, and `max_drafts` keeps to the width of this step.
-        drafts = draft_tokens if width or self._is_adaptive else draft_tokens[:, :0]
-        max_drafts = self.requests.limit(input_batch, (num_sampled[:num_reqs] > 0).to(torch.int32) * width)
+        # Kernels are compiled for all K slots, and `max_drafts` keeps to the width of this step.
+        decodes = (num_sampled[:num_reqs] > 0).to(torch.int32)
+        max_drafts = self.requests.limit(input_batch, decodes * width)
         arrival = None
-        if needs_every_step or self.requests.references(input_batch):
-            arrival = self._copier.advance(input_batch, drafts, num_steps, max_drafts)
-        if width == 0 and not needs_every_step:
+        if self._slot_filler.needs_every_step or self.requests.requests_with_reference(input_batch):
+            arrival = self._copier.advance(input_batch, draft_tokens, num_steps, max_drafts)
+        if width == 0:
+            self._slot_filler.skip(input_batch, draft_tokens, num_steps, decodes, arrival)
             return draft_tokens, self.num_drafts[idx_mapping], self.num_model[idx_mapping]
-        num_drafts, num_model = self._slot_filler.fill(input_batch, drafts, num_steps, max_drafts, arrival)
+        num_drafts, num_model = self._slot_filler.fill(input_batch, draft_tokens, num_steps, max_drafts, arrival)
         draft_tokens.clamp_(min=0)
         self.num_drafts[idx_mapping] = num_drafts
         self.num_model[idx_mapping] = num_model

@@ -33,7 +33,7 @@ class SlotFiller(Protocol):
         Args:
             input_batch: vLLM's.
             drafts: [B, K] int64, changed in place: the model's drafts in its first `num_steps` columns, and afterwards
-                each request's drafts with -1 after the last. Without `adaptive`, K is 0 where vLLM wants no drafts.
+                each request's drafts with -1 after the last.
             num_steps: drafts that the model made for each request.
             max_drafts: [B] int32, the most drafts of each request.
             arrival: the tokens that `TokenCopier.advance` has brought to the host, if any.
@@ -42,8 +42,29 @@ class SlotFiller(Protocol):
             [B] int32 drafts of each request, and [B] int32 how many of them are the model's.
         """
 
-    def begin(self, index: int) -> None:
+    def skip(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        decodes: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> None:
+        """Follow a step in which vLLM wants no drafts; nothing to do by default.
+
+        Args:
+            input_batch, num_steps, arrival: as for `fill`.
+            drafts: [B, K] int64, may be changed: the model's drafts in its first `num_steps` columns.
+            decodes: [B] int32, 1 for a request that has left its prompt, and 0 for the others.
+        """
+        return
+
+    def begin(self, req_id: str, index: int) -> None:
         """Take note of a request that takes a place among the request states; nothing to do by default."""
+        return
+
+    def end(self, req_id: str, index: int) -> None:
+        """Take note of a request that leaves its place, at its end or to come back later; nothing by default."""
         return
 
     def passes(self, input_batch: Any, most: int) -> AbstractContextManager[int | None]:
@@ -54,6 +75,10 @@ class SlotFiller(Protocol):
             most: the most passes, and how many there are by default. With 0 the draft model still takes in the text.
         """
         return nullcontext(most)
+
+    def warm_up(self) -> None:
+        """Launch once the kernels that only some requests need; nothing to do by default. No request runs."""
+        return
 
     def reset(self) -> None:
         """Forget all requests; nothing to do for a filler that keeps no state."""
@@ -85,6 +110,7 @@ class NgramFiller(SlotFiller):
             min_ngram_size=self._options.min_ngram_size,
             max_ngram_size=self._options.max_ngram_size,
             match_override_len=self._options.match_override_len,
+            takes_first=self._options.ngram_match_order == "first",
             max_drafts=max_drafts,
         )
 
@@ -129,3 +155,14 @@ class ReferencesFirst(SlotFiller):
         """See `SlotFiller.fill`."""
         num_drafts, num_model = self._filler.fill(input_batch, drafts, num_steps, max_drafts, arrival)
         return self._requests.put_references_first(input_batch, drafts, num_drafts, num_model, max_drafts)
+
+    def skip(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        decodes: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> None:
+        """See `SlotFiller.skip`."""
+        self._filler.skip(input_batch, drafts, num_steps, decodes, arrival)

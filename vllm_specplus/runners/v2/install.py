@@ -10,6 +10,7 @@ from vllm_specplus import compat
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.runners import BuildStep
 from vllm_specplus.runners.arbiter_options import matching_sources
+from vllm_specplus.runners.live_requests import OptionsTracker
 from vllm_specplus.runners.v2.adaptive_verification import turn_off_where_impossible
 from vllm_specplus.runners.v2.drafting import Drafting
 from vllm_specplus.runners.v2.requests import RequestTracker
@@ -39,11 +40,11 @@ def plugin_classes_installed(options: SpecPlusOptions) -> Iterator[None]:
         yield
 
 
-def connect(runner: Any) -> RequestTracker | None:
+def connect(runner: Any) -> RequestTracker | OptionsTracker | None:
     """Give the parts of a built runner what vLLM does not pass to them.
 
     Returns:
-        The tracker of the runner's requests; None where the plugin does not draft.
+        The tracker of the runner's requests; None where the plugin has nothing to follow.
 
     Raises:
         SpecPlusCompatError: vLLM has put another class in the place of one of the plugin's.
@@ -64,7 +65,11 @@ def connect(runner: Any) -> RequestTracker | None:
     sampler.set_drafting(drafting)
     if runner.device.type != "cpu":
         warm_up(runner)
-    return None if drafting is None else drafting.requests
+    tracker: RequestTracker | OptionsTracker | None = None if drafting is None else drafting.requests
+    if options.allow_force_accept and isinstance(sampler, StrategyRejectionSampler):
+        tracker = tracker or OptionsTracker(runner.vllm_config)
+        sampler.set_live_requests(tracker.live_requests)
+    return tracker
 
 
 def warm_up(runner: Any) -> None:

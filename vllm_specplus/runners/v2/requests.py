@@ -4,6 +4,7 @@ References are on the host, so a step waits as for suffix trees if one of its re
 `host_tokens`). Their drafts come in the same way: the host forecasts from the tokens that it has, the device continues.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels.counts import count_drafts
 from vllm_specplus.kernels.drafts import continue_forecasts
-from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests, limits
+from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source
@@ -35,6 +36,8 @@ class RequestTracker:
         self.live_requests = LiveRequests(options, vllm_config.model_config, warns=get_tp_group().rank_in_group == 0)
         self.prices = StepPrices() if options.adaptive else None
         self._requests_by_state: dict[int, LiveRequest] = {}
+        self._ended: Collection[str] = ()  # with this step
+        self._kept: dict[str, Any] = {}
         # By request state: the source of drafts that are not the model's.
         self._fill_source = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2, len(SOURCES), self._width, dtype=torch.int64, device=device)
@@ -49,7 +52,10 @@ class RequestTracker:
         """
         if self.prices is not None:
             self.prices.begin_step(scheduler_output)
-        self.live_requests.finish(scheduler_output.finished_req_ids)
+        self._ended = scheduler_output.finished_req_ids
+        for req_id in self._ended:
+            self._kept.pop(req_id, None)
+        self.live_requests.finish(self._ended)
         self.live_requests.begin(scheduler_output.scheduled_new_reqs)
 
     def after_step(self, output: Any) -> None:
@@ -108,14 +114,31 @@ class RequestTracker:
         if request is None:
             return
         self._fill_source[index].fill_(self._history_source)
-        if request.key is not None:
-            self.live_requests.counts.add_later(request.key, self._request_counts[index].clone())
+        if request.counts_key is not None:
+            self.live_requests.counts.add_later(request.counts_key, self._request_counts[index].clone())
+
+    def has_ended(self, req_id: str) -> bool:
+        """Whether a request that leaves its place in this step has ended; otherwise it may come back."""
+        return req_id in self._ended
+
+    def keep(self, req_id: str, value: Any) -> None:
+        """Keep something of a request that leaves its place, until it comes back or ends."""
+        self._kept[req_id] = value
+
+    def take_back(self, req_id: str) -> Any:
+        """What was kept of a request that comes back; None if nothing was."""
+        return self._kept.pop(req_id, None)
+
+    def allows_drafts(self, index: int) -> bool:
+        """Whether the request of a place allows drafts."""
+        request = self._requests_by_state.get(index)
+        return request is None or request.max_drafts != 0
 
     def has_reference(self, index: int) -> bool:
         """Whether the request of a place has a reference."""
         return index in self._requests_by_state and self._requests_by_state[index].reference is not None
 
-    def references(self, input_batch: Any) -> dict[int, LiveRequest]:
+    def requests_with_reference(self, input_batch: Any) -> dict[int, LiveRequest]:
         """The requests of the batch that have a reference, by their row in the batch."""
         if not self._requests_by_state:
             return {}
@@ -126,7 +149,7 @@ class RequestTracker:
         """[B] int32: `max_drafts`, or less where a request allows no more."""
         if not self._requests_by_state:
             return max_drafts
-        allowed = limits(self.live_requests, input_batch.req_ids, self._width)
+        allowed = self.live_requests.max_drafts(input_batch.req_ids, self._width)
         if np.all(allowed == self._width):
             return max_drafts
         return torch.minimum(max_drafts, self._copier.to_device(allowed.astype(np.int32)))
@@ -157,7 +180,7 @@ class RequestTracker:
         Returns:
             The new `num_drafts` and `num_model`.
         """
-        found = self.continue_references(input_batch, max_drafts) if drafts.shape[1] else None
+        found = self.continue_references(input_batch, max_drafts)
         if found is None:
             return num_drafts, num_model
         continued, num_continued, agreed = found
@@ -181,13 +204,13 @@ class RequestTracker:
             [B, K] int64 tokens, [B] int32 their number, and [B] int32 how many output tokens speak for them; None where
             no request of the batch has a reference.
         """
-        referenced = self.references(input_batch)
-        if not referenced:
+        requests = self.requests_with_reference(input_batch)
+        if not requests:
             return None
         indices, mirror, reach = input_batch.idx_mapping_np, self._copier.mirror, self._copier.reach
         token_ids = np.full((len(indices), reach), -1, np.int32)
         num_tokens, agreed = np.zeros(len(indices), np.int32), np.zeros(len(indices), np.int32)
-        for i, request in referenced.items():
+        for i, request in requests.items():
             assert request.reference is not None
             found = request.reference.draft(mirror.output(indices[i]), reach)
             token_ids[i, : len(found)] = found
@@ -232,5 +255,5 @@ class RequestTracker:
 
     def collect_request_stats(self, key: str) -> dict[str, int] | None:
         """Collect the counts of one key, once: see ``RequestCounts.collect``; waits for the device."""
-        running = [self._request_counts[index] for index, r in self._requests_by_state.items() if r.key == key]
+        running = [self._request_counts[index] for index, r in self._requests_by_state.items() if r.counts_key == key]
         return self.live_requests.counts.collect(key, running)

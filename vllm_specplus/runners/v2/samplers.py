@@ -4,6 +4,7 @@ Penalties, bias, bad words, grammars, chunking and logprobs stay vLLM's. Only th
 replaced; its kernels also apply temperature, top-k, top-p and min-p.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.runners.live_requests import LiveRequests
 from vllm_specplus.runners.v2.drafting import Drafting
 from vllm_specplus.strategies import uses_draft_distribution
 from vllm_specplus.verify import verify_draft_tokens
@@ -67,6 +69,7 @@ class StrategySampler(Sampler):
         max_rows: int,
         draft_logits: torch.Tensor | None = None,
         draft_rows: torch.Tensor | None = None,
+        accepts_all: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Verify one batch.
 
@@ -78,6 +81,7 @@ class StrategySampler(Sampler):
             idx_mapping, idx_mapping_np: [num_reqs] request states, on the device and on the host.
             max_rows: rows of the longest request that may come.
             draft_logits, draft_rows: see ``verify_draft_tokens``.
+            accepts_all: [num_reqs] bool, the requests whose drafts are all accepted; None: there is none.
 
         Returns:
             [num_reqs, max_rows] int64 tokens, -1 after each request's last, and [num_reqs] int32 how many.
@@ -88,8 +92,19 @@ class StrategySampler(Sampler):
         filters = ((states.top_p, 1.0), (states.top_k, states.vocab_size), (states.min_p, 0.0))
         # All filters or none, so that the kernels are compiled twice and not for every combination.
         filtered = any(np.any(values.np[idx_mapping_np] != off) for values, off in filters)
+        if not np.any(states.temperature.np[idx_mapping_np]):
+            # All strategies are one, and this one takes two kernels. It has no use for filters and probabilities.
+            filtered, draft_logits, draft_rows = False, None, None
+            rule: dict[str, Any] = {"strategy": "greedy"}
+        else:
+            rule = {
+                "strategy": options.verify_strategy,
+                "verify_window": options.verify_window,
+                "max_candidate_len": options.max_candidate_len,
+            }
         top_p, top_k, min_p = (values.gpu[idx_mapping] if filtered else None for values, _ in filters)
-        sampled = verify_draft_tokens(
+        verify = functools.partial(
+            verify_draft_tokens,
             logits,
             cu_num_rows,
             drafts,
@@ -99,17 +114,19 @@ class StrategySampler(Sampler):
             min_p=min_p,
             seeds=states.seeds.gpu[idx_mapping],
             positions=positions,
-            strategy=options.verify_strategy,
-            policy=options.accept_policy,
-            verify_window=options.verify_window,
-            max_candidate_len=options.max_candidate_len,
+            **rule,
             # The torch backend waits for the device.
             backend="triton",
             max_rows=max_rows,
             draft_logits=draft_logits,
             draft_rows=draft_rows,
         )
-        return sampled.token_ids, sampled.num_tokens
+        sampled = verify(policy=options.accept_policy)
+        if accepts_all is None:
+            return sampled.token_ids, sampled.num_tokens
+        forced = verify(policy="accept_all")
+        token_ids = torch.where(accepts_all[:, None], forced.token_ids, sampled.token_ids)
+        return token_ids, torch.where(accepts_all, forced.num_tokens, sampled.num_tokens)
 
     def logits_to_report(
         self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
@@ -196,9 +213,28 @@ class StrategyRejectionSampler(CountingRejectionSampler):
     """Verifies drafts by the plugin's strategy and policy."""
 
     sampler: StrategySampler
+    _live_requests: LiveRequests | None = None
+    _accepts_all: torch.Tensor | None = None
+
+    def set_live_requests(self, live_requests: LiveRequests) -> None:
+        """Set what knows the requests whose drafts are all accepted."""
+        self._live_requests = live_requests
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> Any:
+        """Verify a batch, some of whose requests may have all of their drafts accepted."""
+        if self._live_requests is not None:
+            chosen = self._live_requests.accept_all(input_batch.req_ids)
+            self._accepts_all = None if chosen is None else torch.from_numpy(chosen).to(logits.device)
+        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def warm_up(self, dtype: torch.dtype, device: torch.device, draft_logits: torch.Tensor | None) -> None:
-        """Compile the kernels, with filters and without, with drafts and without.
+        """Compile the kernels, at temperature 0 and above, with filters and without, with drafts and without.
 
         Args:
             dtype: of the logits.
@@ -213,9 +249,9 @@ class StrategyRejectionSampler(CountingRejectionSampler):
         sampled_from = {}
         if draft_logits is not None and uses_draft_distribution(self.sampler._options.verify_strategy):
             sampled_from = {"draft_logits": draft_logits.flatten(0, 1), "draft_rows": at}
-        saved = states.top_p.np[0]
-        for top_p in (1.0, 0.5):
-            states.top_p.np[0] = top_p
+        saved = states.temperature.np[0], states.top_p.np[0]
+        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.5)):
+            states.temperature.np[0], states.top_p.np[0] = temperature, top_p
             for num_rows, max_rows, options in ((1, 1, {}), (2, self.num_speculative_steps + 1, sampled_from)):
                 self.sampler.verify(
                     logits[:num_rows],
@@ -227,7 +263,7 @@ class StrategyRejectionSampler(CountingRejectionSampler):
                     max_rows,
                     **options,
                 )
-        states.top_p.np[0] = saved
+        states.temperature.np[0], states.top_p.np[0] = saved
 
     def _verify(
         self,
@@ -275,6 +311,7 @@ class StrategyRejectionSampler(CountingRejectionSampler):
             self.num_speculative_steps + 1,
             draft_logits,
             draft_rows,
+            self._accepts_all,
         )
         return self.sampler.logits_to_report(processed, expanded_idx_mapping, idx_mapping_np), tokens, num_tokens
 

@@ -191,7 +191,9 @@ class HybridMixin(_Speculator):
             self.num_speculative_steps = steps
 
 
-def init_speculator(vllm_config: Any, device: torch.device, req_states: "FollowedRequestState") -> Any:
+def init_speculator(
+    vllm_config: Any, device: torch.device, req_states: "FollowedRequestState"
+) -> HistorySpeculator | HybridMixin:
     """Build the speculator of a config with plugin keys; stands in for vLLM's function of this name."""
     from vllm.v1.worker.gpu.spec_decode import init_speculator as vllm_init_speculator
 
@@ -211,7 +213,7 @@ def init_speculator(vllm_config: Any, device: torch.device, req_states: "Followe
         for module_name, name in MODEL_SPECULATORS.items():
             module = import_module(module_name)
             stack.enter_context(compat.override(module, {name: _hybrid_class(getattr(module, name))}))
-        speculator = vllm_init_speculator(shown, device, req_states)
+        speculator: HybridMixin = vllm_init_speculator(shown, device, req_states)
     drafting = Drafting(vllm_config, device, req_states)
     speculator.set_drafting(drafting, vllm_config, writes_one_hot=options.verify_strategy is None)
     return speculator

@@ -30,10 +30,10 @@ class FollowedRequestState(RequestState):
             self.drafting.begin(req_id, self.req_id_to_index[req_id], prompt_len, all_token_ids)
 
     def remove_request(self, req_id: str) -> int | None:
-        """Remove a request as vLLM does, then tell its tracker; return the place that it had."""
+        """Remove a request as vLLM does, then tell `Drafting`; return the place that it had."""
         index = super().remove_request(req_id)
         if index is not None and self.drafting is not None:
-            self.drafting.requests.end(index)
+            self.drafting.end(req_id, index)
         return index
 
 

@@ -67,12 +67,21 @@ class SuffixFiller(SlotFiller):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `SlotFiller.fill`."""
         self._take_in(arrival)
-        if drafts.shape[1] == 0:
-            return max_drafts, max_drafts
         if self._copier.is_async:
             return self._continue(input_batch, drafts, num_steps, max_drafts)
         assert arrival is not None
         return self._draft(input_batch, drafts, arrival.rows, num_steps)
+
+    def skip(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        num_steps: int,
+        decodes: torch.Tensor,
+        arrival: Arrival | None,
+    ) -> None:
+        """See `SlotFiller.skip`."""
+        self._take_in(arrival)
 
     def chains(
         self, input_batch: Any, num_passes: int, max_drafts: torch.Tensor, arrival: Arrival | None
@@ -100,8 +109,8 @@ class SuffixFiller(SlotFiller):
         limits = arrival.rows[:, 1]
         model_drafts = arrival.rows[:, arrival.rows.shape[1] - num_passes :]
         for start in range(num_passes + 1):
-            known = model_drafts[:, :start] if start else None
-            match = self._matcher.match(history, known, np.maximum(limits - start, 0))
+            drafts_before = model_drafts[:, :start] if start else None
+            match = self._matcher.match(history, drafts_before, np.maximum(limits - start, 0))
             yield to_device(match.token_ids), to_device(match.num_tokens), to_device(match.match_len)
 
     def _take_in(self, arrival: Arrival | None) -> None:

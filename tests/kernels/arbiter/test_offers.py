@@ -6,7 +6,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
 from tests.kernels.launches import Launches, OnlyTorch
 from tests.proposers.reference import make_history
 from vllm_specplus.kernels import ngram
@@ -25,6 +24,7 @@ from vllm_specplus.proposers import _arbiter as spec
 from vllm_specplus.proposers.adaptive import AdaptiveDrafter
 from vllm_specplus.proposers.arbiter import CommonAccount, Prices
 from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX
+from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
 
 pytestmark = pytest.mark.interpreter
 
@@ -77,16 +77,18 @@ class Pair:
     def offer_model(self):
         rows = self.rows[self.is_request]
         model = self.model[self.is_request]
-        spec.offer_model(rows, model, self.credits, self.offers.model, self.offers.passes)
+        limits = np.ones(len(rows), np.int64)
+        spec.offer_model(rows, limits, model, self.credits, self.offers.model, self.offers.passes)
         strided = torch.full((len(self.texts), self.model.shape[1] + 3), -99)[:, 1 : self.model.shape[1] + 1]
         strided.copy_(torch.from_numpy(self.model))
         offer_model(self.kernels, self.idx_mapping, strided)
         self.assert_same()
 
-    def offer_ngrams(self, limits, sizes, cap, *, max_len=MAX_LEN, pad=0):
+    def offer_ngrams(self, limits, sizes, cap, *, takes_first=False, max_len=MAX_LEN, pad=0):
         """Rows are strided, and all tokens behind a text and of other rows are `pad`."""
         options = {"min_ngram_size": sizes[0], "max_ngram_size": sizes[1], "match_len_cap": cap}
-        self._offer_matches(NgramMatcher(self.num_rows, max_len, **options), limits, max_len)
+        order = "first" if takes_first else "recent"
+        self._offer_matches(NgramMatcher(self.num_rows, max_len, **options, match_order=order), limits, max_len)
         token_ids = torch.full((self.num_rows, max_len + 3), pad, dtype=torch.int32)[:, :max_len]
         num_tokens = torch.ones(self.num_rows, dtype=torch.int32)
         for row, text in zip(self.rows, self.texts, strict=True):
@@ -100,6 +102,7 @@ class Pair:
             self.idx_mapping,
             torch.tensor(limits, dtype=torch.int32),
             **options,
+            takes_first=takes_first,
             first_chain=self.matchers.index(NGRAM),
             chains_per_start=len(self.matchers),
         )
@@ -156,8 +159,8 @@ def batches(draw):
 
 
 @settings(max_examples=200)
-@given(batches(), st.sampled_from([4, 16]), st.integers(1, 3))
-def test_the_models_drafts_and_the_matches_behind_them(batch, block, max_splits):
+@given(batches(), st.sampled_from([4, 16]), st.integers(1, 3), st.booleans())
+def test_the_models_drafts_and_the_matches_behind_them(batch, block, max_splits, takes_first):
     batch = dict(batch)
     limits, sizes, cap = batch.pop("limits"), batch.pop("sizes"), batch.pop("cap")
     pair = Pair(**batch)
@@ -166,7 +169,7 @@ def test_the_models_drafts_and_the_matches_behind_them(batch, block, max_splits)
         patch.setattr(ngram, "_BLOCK", block)
         patch.setattr(ngram, "_MAX_SPLITS", max_splits)
         pair.offer_model()
-        pair.offer_ngrams(limits, sizes, cap)
+        pair.offer_ngrams(limits, sizes, cap, takes_first=takes_first)
 
 
 TEXT = [1, 2, 3, 4, 5, 1, 2, 9, 1, 2]
@@ -319,13 +322,17 @@ class Steps:
     def begin_new(self):
         """The runner sets the row of a new request; the arbiter's accounts say with what credit."""
         for name in self.new:
-            self.state.known[self.rows[name]] = spec.NO_OFFERS
+            self.state.offer_positions[self.rows[name]] = spec.NO_OFFERS
             self.state.credits[self.rows[name]] = self.credit(name)
+            for numbers in self.state.record:
+                numbers[self.rows[name]] = 0
         self.new = []
 
+    def row_in_arbiter(self, name):
+        return self.arbiter._state_rows.assign([name])[0][0]
+
     def credit(self, name):
-        row = self.arbiter._state_rows.assign([name])[0][0]
-        return int(self.arbiter._credits[row])
+        return int(self.arbiter._credits[self.row_in_arbiter(name)])
 
     def draft(self, order, limits, model):
         token_ids = torch.full((self.NUM_ROWS, MAX_LEN), -7, dtype=torch.int32)
@@ -338,14 +345,15 @@ class Steps:
         given = torch.tensor([*limits, 3], dtype=torch.int32)
         drafted = torch.from_numpy(np.pad(model, ((0, 1), (0, 0))))
         judge_and_update(self.state, token_ids, num_tokens, idx_mapping, torch.zeros(1, dtype=torch.int64))
-        offer_model(self.state, idx_mapping, drafted)
+        # As on V2: inside a prompt the model has drafted tokens that are known.
+        offer_model(self.state, torch.where(given > 0, idx_mapping, -1), drafted)
         offer_ngrams(self.state, token_ids, num_tokens, idx_mapping, given, **self.sizes)
         drafts = torch.zeros(len(idx_mapping), self.width, dtype=torch.int64)
         slot_price = torch.tensor([self.arbiter._scaled.slot])
         chosen = choose(self.state, num_tokens, idx_mapping, given, slot_price, drafts)
         prices = torch.from_numpy(self.arbiter._scaled.passes), torch.tensor([self.arbiter._scaled.step])
         profit, most_credit = torch.zeros(1, dtype=torch.int64), CommonAccount.most_credit
-        settle(self.state, idx_mapping, given, chosen.values, *prices, profit, most_credit=most_credit)
+        settle(self.state, idx_mapping, chosen.values, *prices, profit, most_credit=most_credit)
         return drafts, chosen
 
     def assert_same(self, order, expected, found):
@@ -360,6 +368,8 @@ class Steps:
         assert chosen.num_drafts[len(order)] == 0
         for name in order:
             assert self.state.credits[self.rows[name]] == self.credit(name)
+            for tensor, array in zip(self.state.record, self.arbiter._record, strict=True):
+                np.testing.assert_array_equal(tensor.numpy()[self.rows[name]], array[self.row_in_arbiter(name)])
         for tensor, array in zip(self.state.table, self.arbiter.table, strict=True):
             np.testing.assert_array_equal(tensor.numpy(), array)
         for tensor, array in zip(self.state.gains[:2], self.arbiter._gains[:2], strict=True):
@@ -503,5 +513,5 @@ def compile_ahead_of_time():
 
 
 def test_kernels_compile_for_a_gpu(tmp_path):
-    code = "from tests.kernels import test_arbiter_offers; test_arbiter_offers.compile_ahead_of_time()"
+    code = "from tests.kernels.arbiter import test_offers; test_offers.compile_ahead_of_time()"
     assert "compiled 3 3 3 3" in run_without_interpreter(code, tmp_path)

@@ -1,7 +1,7 @@
 """Whether an engine chooses how many slots each step has, and what vLLM is shown for that.
 
 On Model Runner V2 with asynchronous scheduling every scheduled slot is verified, filled or not. So the scheduler
-chooses one of a few lengths for each step (`scheduler.py`). vLLM captures full CUDA graphs for the lengths that its
+chooses one of a few widths for each step (`scheduler.py`). vLLM captures full CUDA graphs for the widths that its
 schedule by batch size names, so the config names them there.
 
 With `enable_adaptive_verification` vLLM trims the scheduled slots on the device instead, by the chance of each draft.
@@ -13,14 +13,15 @@ from vllm.config.attention import AttentionConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
+from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.engine.setup import EngineSetup, reason_for_synchronous_scheduling
 from vllm_specplus.engine.speculative_config import SCHEDULE_KEY
-from vllm_specplus.proposers.draft_lengths import make_lengths
+from vllm_specplus.proposers.draft_widths import make_widths
 
 logger = init_logger("vllm.specplus")
 
 SCHEDULER = "vllm_specplus.engine.scheduler.make_scheduler"
-_MAX_LENGTHS = 6  # each has graphs of its own
+_MAX_WIDTHS = 6  # each has graphs of its own
 ADAPTIVE_VERIFICATION_KEY = "enable_adaptive_verification"
 _LEAST_LEVEL_WITH_FULL_GRAPHS = 2
 
@@ -62,21 +63,23 @@ def _has_full_graphs(args: EngineArgs) -> bool:
     return mode.has_full_cudagraphs()
 
 
-def with_chosen_lengths(setup: EngineSetup) -> EngineSetup:
-    """The engine with the lengths that its scheduler chooses from, where it may choose; that scheduler is set too."""
-    if not _adapts_asynchronously(setup):
+def with_chosen_widths(setup: EngineSetup) -> EngineSetup:
+    """The engine with the widths that its scheduler chooses from, where it may choose."""
+    if not _adapts(setup.options):
         return setup
-    reason = reason_for_fixed_length(setup)
+    if not _is_asynchronous(setup):
+        logger.info("slots for drafts in a step: one for each draft that is worth it, since scheduling is synchronous")
+        return setup
+    reason = reason_for_fixed_width(setup)
     if reason is not None:
         logger.info("slots for drafts in a step: always %d, since %s", setup.options.num_speculative_tokens, reason)
         return setup
-    setup.args.scheduler_cls = SCHEDULER
-    room = _MAX_LENGTHS if setup.args.max_num_seqs is None else min(_MAX_LENGTHS, setup.args.max_num_seqs)
-    return replace(setup, lengths=tuple(make_lengths(setup.options.num_speculative_tokens, room)))
+    room = _MAX_WIDTHS if setup.args.max_num_seqs is None else min(_MAX_WIDTHS, setup.args.max_num_seqs)
+    return replace(setup, widths=tuple(make_widths(setup.options.num_speculative_tokens, room)))
 
 
-def reason_for_fixed_length(setup: EngineSetup) -> str | None:
-    """Why all steps of an adaptive engine with asynchronous scheduling have one length; None: its scheduler chooses."""
+def reason_for_fixed_width(setup: EngineSetup) -> str | None:
+    """Why all steps of an adaptive engine with asynchronous scheduling have one width; None: its scheduler chooses."""
     args, vllm_keys, parallel = setup.args, setup.resolved.vllm, setup.parallel_config
     if args.scheduler_cls not in (None, SCHEDULER):
         return f"scheduler_cls={args.scheduler_cls!r} chooses them"
@@ -93,10 +96,14 @@ def reason_for_fixed_length(setup: EngineSetup) -> str | None:
     return None
 
 
-def _adapts_asynchronously(setup: EngineSetup) -> bool:
-    """Whether vLLM is going to schedule adaptive drafts asynchronously on V2, as far as can be foreseen."""
-    options = setup.options
-    if not (setup.on_v2 and options.adaptive and options.drafts_from_history and options.num_speculative_tokens):
+def _adapts(options: SpecPlusOptions) -> bool:
+    """Whether drafts are chosen by what they earn."""
+    return options.adaptive and options.drafts_from_history and bool(options.num_speculative_tokens)
+
+
+def _is_asynchronous(setup: EngineSetup) -> bool:
+    """Whether vLLM is going to schedule asynchronously on V2, as far as can be foreseen."""
+    if not setup.on_v2:
         return False
     if setup.args.async_scheduling is None:
         return setup.device_type != "cpu" and reason_for_synchronous_scheduling(setup) is None

@@ -7,7 +7,6 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.ahead_of_time import AheadOfTime, run_without_interpreter
 from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels.arbiter import (
     accounts,
@@ -24,6 +23,7 @@ from vllm_specplus.kernels.arbiter import (
 from vllm_specplus.proposers import _arbiter as spec
 from vllm_specplus.proposers.arbiter import Arbiter
 from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX
+from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
 
 pytestmark = pytest.mark.interpreter
 
@@ -39,12 +39,30 @@ class Pair:
     """A specification's state and the kernels', which are given the same offers and texts.
 
     Texts and offers are of few distinct tokens, so that they often agree. What is out of use holds other values.
+
+    Args:
+        text_lengths, lengths: tokens of a text before the first step, and of a chain; each is one of these.
+        hit_rate: of each key; None: drawn.
+        is_full: whether each key and each gain has as many trials as are kept; else they are drawn.
     """
 
-    def __init__(self, *, num_steps, width, sources, starts, is_blind, hit_rate, seed):
+    def __init__(
+        self,
+        *,
+        num_steps,
+        width,
+        sources,
+        starts,
+        is_blind,
+        vocab_size,
+        text_lengths,
+        lengths,
+        hit_rate,
+        is_full,
+        seed,
+    ):
         self.random = np.random.default_rng(seed)
-        self.width, self.num_steps = width, num_steps
-        self.vocab_size = int(self.random.choice([1, 2, 2, 3]))
+        self.width, self.num_steps, self.vocab_size, self.lengths = width, num_steps, vocab_size, lengths
         num_keys = (spec.NUM_KEYS,)
         self.kernels = make_state(
             NUM_ROWS,
@@ -57,7 +75,7 @@ class Pair:
         )
         # A large batch leaves several times as many trials as are kept.
         counts = [0, 1, spec.MAX_TRIALS - 1, 9 * spec.MAX_TRIALS, *self.integers(0, spec.MAX_TRIALS, (3,))]
-        trials = self.random.choice(counts, num_keys)
+        trials = self.random.choice(counts[2:3] if is_full else counts, num_keys)
         hits = self.integers(0, trials + 1, num_keys) if hit_rate is None else trials * hit_rate
         misses = self.integers(0, spec.MAX_MISSES, num_keys)
         chances = self.random.choice([0, ONE, *self.integers(0, ONE + 1, (9,))], num_keys)
@@ -75,13 +93,17 @@ class Pair:
             is_blind,
         )
         by_length = (spec.NUM_LENGTHS, num_steps)
-        trials = self.random.choice([0, 5, spec.MAX_GAIN_TRIALS - 1, 9 * spec.MAX_GAIN_TRIALS], by_length)
+        counts = [0, 5, spec.MAX_GAIN_TRIALS - 1, 9 * spec.MAX_GAIN_TRIALS]
+        trials = self.random.choice(counts[2:3] if is_full else counts, by_length)
         sums = trials * self.integers(-ONE // 4, ONE, by_length)
         self.gains = spec.Gains(sums, trials, self.integers(0, spec.PASS_PERIOD, spec.NUM_LENGTHS))
-        self.known = np.full(NUM_ROWS, spec.NO_OFFERS)
+        expected = self.random.choice([0, ONE // 3, spec.MAX_EXPECTED - 1, 9 * spec.MAX_EXPECTED], (NUM_ROWS, 4))
+        hits = expected * self.integers(0, 3, expected.shape) // 2
+        self.record = spec.Record(expected, hits)
+        self.offer_positions = np.full(NUM_ROWS, spec.NO_OFFERS)
         self.credits = self.random.choice([spec.ASLEEP, 0, ONE, MOST_CREDIT, MOST_CREDIT], NUM_ROWS)
         self.token_ids = self.integers(0, self.vocab_size, (NUM_ROWS, MAX_LEN), np.int32)
-        self.num_tokens = self.random.choice([0, 1, 5], NUM_ROWS)
+        self.num_tokens = self.random.choice(text_lengths, NUM_ROWS)
         self.limits = np.zeros(NUM_ROWS, np.int64)
 
     def integers(self, low, high, shape, dtype=np.int64):
@@ -91,8 +113,8 @@ class Pair:
         """Give the kernels what the specification has."""
         state = self.kernels
         pairs = [*zip(state.offers, self.offers[:-1], strict=True), *zip(state.table, self.table, strict=True)]
-        pairs += [*zip(state.gains, self.gains, strict=True)]
-        for tensor, array in [*pairs, (state.known, self.known), (state.credits, self.credits)]:
+        pairs += [*zip(state.gains, self.gains, strict=True), *zip(state.record, self.record, strict=True)]
+        for tensor, array in [*pairs, (state.offer_positions, self.offer_positions), (state.credits, self.credits)]:
             tensor.copy_(torch.from_numpy(array))
 
     def assert_same(self):
@@ -100,8 +122,9 @@ class Pair:
         named = [*self.offers._asdict().items()][:-1]
         pairs = [(name, getattr(state.offers, name), array) for name, array in named]
         pairs += [(name, getattr(state.table, name), array) for name, array in self.table._asdict().items()]
+        pairs += [(name, getattr(state.record, name), array) for name, array in self.record._asdict().items()]
         pairs += [(f"gains.{name}", getattr(state.gains, name), array) for name, array in self.gains._asdict().items()]
-        pairs += [("known", state.known, self.known), ("credits", state.credits, self.credits)]
+        pairs += [(name, getattr(state, name), getattr(self, name)) for name in ("offer_positions", "credits")]
         for name, tensor, array in pairs:
             np.testing.assert_array_equal(tensor.numpy(), array, name)
 
@@ -116,7 +139,7 @@ class Pair:
         """Each text goes on, often as an offer said; some rows begin a new request, and some have no new tokens."""
         for row in range(NUM_ROWS):
             if self.random.random() < 0.1:
-                self.known[row] = spec.NO_OFFERS
+                self.offer_positions[row] = spec.NO_OFFERS
                 self.credits[row] = self.random.choice([spec.ASLEEP, MOST_CREDIT])
                 self.num_tokens[row] = self.random.choice([0, 3])
             new = self.integers(0, self.vocab_size, (int(self.random.integers(0, self.width + 2)),), np.int32)
@@ -134,7 +157,7 @@ class Pair:
         num_passes = self.random.choice([self.num_steps, self.random.integers(0, self.num_steps + 1)])
         for row in rows:
             shape = self.offers.lengths[row].shape
-            self.offers.lengths[row] = self.random.choice([0, 1, min(2, self.width), self.width, self.width], shape)
+            self.offers.lengths[row] = self.random.choice(self.lengths, shape)
             self.offers.agreed[row] = self.random.choice([0, 1, 6, 7, 36, 37, self.integers(0, 60, ())], shape)
             self.offers.chains[row] = self.integers(0, self.vocab_size, (*shape, self.width))
             if self.credits[row] != spec.ASLEEP:
@@ -143,7 +166,7 @@ class Pair:
         # Where the model's drafts are a chain's, those behind them often repeat it, up to its end or past it.
         from_start = np.flatnonzero(self.offers.starts == 0)
         for row in rows[self.random.random(len(rows)) < 0.4]:
-            if len(from_start):
+            if len(from_start) and any(self.lengths):
                 first = self.random.choice(from_start)
                 said = self.offers.chains[row, first].copy()
                 self.offers.lengths[row, first] = self.random.integers(1, self.width + 1)
@@ -155,7 +178,8 @@ class Pair:
         rows, _, idx_mapping = batch
         num_new = torch.tensor([1000])
         num_tokens = self.num_tokens[rows]
-        total = spec.begin(self.token_ids[rows], num_tokens, rows, self.known, *self.offers, *self.table)
+        state = (*self.offers, *self.table, *self.record)
+        total = spec.begin_step(self.token_ids[rows], num_tokens, rows, self.offer_positions, *state)
         judge_and_update(self.kernels, torch.from_numpy(self.token_ids), self.device_lengths(), idx_mapping, num_new)
         assert num_new.tolist() == [1000 + total]
         self.assert_same()
@@ -164,7 +188,7 @@ class Pair:
         return torch.from_numpy(self.num_tokens).to(torch.int32)
 
     def choose(self, batch, slot_price):
-        """Returns the values and the limits of the specification and of the kernels."""
+        """Returns the values of the specification and of the kernels, and the limits of the batch."""
         rows, is_request, idx_mapping = batch
         num_places = len(idx_mapping)
         limits = self.random.choice([0, 1, self.width, self.width, self.width], num_places)
@@ -175,9 +199,10 @@ class Pair:
             np.full((len(rows), self.num_steps + 1), SENTINEL),
             np.full((len(rows), self.width), SENTINEL),
         )
-        spec.choose(rows, limits[is_request], self.offers, self.table.chances, slot_price, expected)
+        beliefs = spec.Beliefs(self.table.chances, self.record)
+        spec.choose(rows, limits[is_request], self.offers, beliefs, slot_price, expected)
         self.assert_chances_give_the_value(rows, expected, slot_price)
-        self.known[rows] = self.num_tokens[rows]
+        self.offer_positions[rows] = self.num_tokens[rows]
         drafts = torch.full((num_places, self.width + 2), SENTINEL)
         given = torch.from_numpy(limits).to(torch.int32)
         price = torch.tensor([slot_price])
@@ -195,7 +220,7 @@ class Pair:
         assert np.all(values[~is_request] == 0)
         np.testing.assert_array_equal(chosen.chances.numpy()[is_request], expected.chances)
         assert np.all(chosen.chances.numpy()[~is_request] == 0)
-        return (expected.values, limits[is_request]), (chosen.values, given)
+        return expected.values, chosen.values, limits
 
     def assert_chances_give_the_value(self, rows, expected, slot_price):
         """A blind choice has no value of its own: its chain may be another than the one it was valued with."""
@@ -209,25 +234,25 @@ class Pair:
             assert self.offers.is_blind or value == values[self.offers.passes[row]]
             assert np.all(chances[drafts < 0] == 0)
 
-    def settle(self, batch, chosen, pass_prices, step_price):
-        (values, limits), (values_given, limits_given) = chosen
+    def settle(self, batch, values, values_given, pass_prices, step_price):
         rows, _, idx_mapping = batch
         total = 0
         if self.num_steps:
             total = spec.settle(
-                rows, limits, self.offers, values, self.credits, self.gains, pass_prices, step_price, MOST_CREDIT
+                rows, self.offers, values, self.credits, self.gains, pass_prices, step_price, MOST_CREDIT
             )
         profit = torch.tensor([1000])
         prices = torch.from_numpy(pass_prices), torch.tensor([step_price])
-        settle(self.kernels, idx_mapping, limits_given, values_given, *prices, profit, most_credit=MOST_CREDIT)
+        settle(self.kernels, idx_mapping, values_given, *prices, profit, most_credit=MOST_CREDIT)
         assert profit.tolist() == [1000 + total]
         self.assert_same()
 
-    def plan(self, batch, pass_prices):
+    def plan(self, batch, limits, pass_prices):
         rows, is_request, idx_mapping = batch
-        expected = spec.plan_passes(rows, self.offers, self.credits, self.gains, pass_prices)
+        expected = spec.plan_passes(rows, limits[is_request], self.offers, self.credits, self.gains, pass_prices)
         totals = torch.tensor([11, -12])
-        report = plan_passes(self.kernels, idx_mapping, torch.from_numpy(pass_prices), totals)
+        given = torch.from_numpy(limits).to(torch.int32)
+        report = plan_passes(self.kernels, idx_mapping, given, torch.from_numpy(pass_prices), totals)
         assert report[:3].tolist() == [11, -12, expected]
         np.testing.assert_array_equal(report[3:].numpy()[is_request], self.credits[rows])
         assert torch.all(report[3:][torch.from_numpy(~is_request)] == spec.ASLEEP)
@@ -246,16 +271,20 @@ def chains(draw, num_steps):
 
 @st.composite
 def cases(draw):
-    num_steps = draw(st.integers(0, 3))
+    num_steps, width = draw(st.integers(0, 3)), draw(st.integers(1, 8))
     sources, starts = draw(chains(num_steps))
     prices = st.sampled_from([0, 1, ONE // 50, ONE // 5, ONE - 1, ONE, 3 * ONE])
     return {
         "num_steps": num_steps,
-        "width": draw(st.integers(1, 8)),
+        "width": width,
         "sources": sources,
         "starts": starts,
         "is_blind": draw(st.booleans()),
+        "vocab_size": draw(st.sampled_from([1, 2, 2, 3])),
+        "text_lengths": draw(st.sampled_from([[0], [0, 1, 5]])),
+        "lengths": draw(st.lists(st.sampled_from([0, 1, min(2, width), width, width]), min_size=1, max_size=4)),
         "hit_rate": draw(st.sampled_from([None, None, 0, 1])),
+        "is_full": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**32)),
         "batch_sizes": draw(st.lists(st.integers(1, 5), min_size=2, max_size=3)),
         "prices": [draw(prices), draw(prices), draw(prices | st.just(2**36))],
@@ -269,17 +298,29 @@ WIDE = {
     "sources": [NGRAM, SUFFIX] * 4 + [REFERENCE],
     "starts": [0, 0, 1, 1, 2, 2, 3, 3, 0],
     "is_blind": False,
+    "vocab_size": 2,
+    "text_lengths": [0, 1, 5],
+    "lengths": [0, 1, 2, 24],
     "hit_rate": None,
+    "is_full": False,
     "seed": 7,
     "batch_sizes": [5, 5, 5],
     "prices": [ONE // 50, ONE // 10, ONE],
     "block_reqs": 4,
 }
+USUAL = WIDE | {"width": 6, "lengths": [0, 1, 2, 6]}
+EMPTY = USUAL | {"text_lengths": [0], "lengths": [0]}
 
 
 @settings(max_examples=150)
 @given(cases())
 @example(WIDE)
+@example(EMPTY)
+@example(USUAL | {"vocab_size": 1})  # all sources say the same
+@example(USUAL | {"width": 1, "lengths": [0, 1]})
+@example(USUAL | {"is_full": True})
+@example(USUAL | {"hit_rate": 0})
+@example(USUAL | {"hit_rate": 1})
 def test_equals_the_specification(case):
     batch_sizes, (slot_price, pass_price, step_price) = case.pop("batch_sizes"), case.pop("prices")
     block_reqs = case.pop("block_reqs")
@@ -296,8 +337,10 @@ def test_equals_the_specification(case):
             pair.begin(batch)
             pair.draw_offers(batch[0])
             pair.share()
-            pair.settle(batch, pair.choose(batch, slot_price), pass_prices, max(step_price, 1))
-            pair.plan(batch, pass_prices)
+            *values, limits = pair.choose(batch, slot_price)
+            pair.settle(batch, *values, pass_prices, max(step_price, 1))
+            pair.plan(batch, limits, pass_prices)
+            pair.plan(batch, np.zeros_like(limits), pass_prices)
 
 
 def test_constants_are_those_of_the_specification():
@@ -322,7 +365,8 @@ def test_a_new_state_is_that_of_a_new_arbiter():
         is_blind=True,
     )
     groups = [(made.offers, pair._offers[:-1]), (made.table, pair.table), (made.gains, pair._gains)]
-    groups.append(((made.known, made.credits), (pair._known, pair._credits)))
+    groups.append((made.record, pair._record))
+    groups.append(((made.offer_positions, made.credits), (pair._offer_positions, pair._credits)))
     for tensors, arrays in groups:
         for tensor, array in zip(tensors, arrays, strict=True):
             assert tensor.numpy().dtype == array.dtype
@@ -333,7 +377,7 @@ def test_a_new_state_is_that_of_a_new_arbiter():
 def test_more_tokens_than_a_row_holds():
     """A count past the row's end must not lead into the next row."""
     made = make_state(2, num_model_steps=0, num_speculative_tokens=4, chain_sources=[NGRAM], starts=[0], prior=PRIOR)
-    made.known[0], made.offers.lengths[0], num_new = 2, 4, torch.zeros(1, dtype=torch.int64)
+    made.offer_positions[0], made.offers.lengths[0], num_new = 2, 4, torch.zeros(1, dtype=torch.int64)
     token_ids, num_tokens = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
     judge_and_update(made, token_ids, num_tokens, torch.tensor([0]), num_new)
     assert num_new.tolist() == [1]
@@ -362,7 +406,6 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
         | limits
         | {"slot_price": one, "drafts": torch.zeros(num_reqs, width, dtype=torch.int64)},
         settle: batch
-        | limits
         | {
             "values": torch.zeros(num_reqs, num_steps + 1, dtype=torch.int64),
             "pass_prices": torch.zeros(num_steps, dtype=torch.int64),
@@ -371,6 +414,7 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
             "most_credit": MOST_CREDIT,
         },
         plan_passes: batch
+        | limits
         | {"pass_prices": torch.zeros(num_steps, dtype=torch.int64), "totals": torch.zeros(2, dtype=torch.int64)},
     }
     return {
@@ -393,12 +437,12 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
         (choose, {"drafts": torch.zeros(2, 4)}, r"drafts must be torch\.int64"),
         (choose, {"drafts": torch.zeros(2, 5, dtype=torch.int64)}, "drafts has 5 columns, .* made for 4"),
         (settle, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
-        (settle, {"limits": torch.zeros(1, dtype=torch.int32)}, "limits must"),
         (settle, {"values": torch.zeros(2, 2, dtype=torch.int64)}, r"values must .* \(2, 3\)"),
         (settle, {"pass_prices": torch.zeros(3, dtype=torch.int64)}, "pass_prices must"),
         (settle, {"step_price": torch.zeros(2, dtype=torch.int64)}, "step_price must"),
         (settle, {"profit": torch.zeros(1)}, "profit must"),
         (plan_passes, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
+        (plan_passes, {"limits": torch.zeros(1, dtype=torch.int32)}, "limits must"),
         (plan_passes, {"pass_prices": torch.zeros(1, dtype=torch.int64)}, "pass_prices must"),
         (plan_passes, {"totals": torch.zeros(3, dtype=torch.int64)}, "totals must"),
     ],
@@ -452,5 +496,5 @@ def compile_ahead_of_time():
 
 
 def test_kernels_compile_for_a_gpu(tmp_path):
-    code = "from tests.kernels import test_arbiter; test_arbiter.compile_ahead_of_time()"
+    code = "from tests.kernels.arbiter import test_arbiter; test_arbiter.compile_ahead_of_time()"
     assert "compiled 3 3 3 2 3" in run_without_interpreter(code, tmp_path)

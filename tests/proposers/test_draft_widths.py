@@ -1,4 +1,4 @@
-"""The lengths of a step, by simulation: what is chosen is as good as the best fixed length, without knowing it."""
+"""The widths of a step, by simulation: what is chosen is as good as the best fixed width, without knowing it."""
 
 import time
 from collections import deque
@@ -8,10 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from vllm_specplus.proposers.draft_lengths import DraftLengths, Plan, make_lengths
+from vllm_specplus.proposers.draft_widths import DraftWidths, Plan, make_widths
 
 MOST = 16
-LENGTHS = make_lengths(MOST, 6)
+WIDTHS = make_widths(MOST, 6)
 NUM_STEPS = 3000
 NUM_TOKENS = 20_000
 
@@ -62,40 +62,40 @@ class Simulation:
         self.places = [0] * num_reqs
         self.slot_cost = slot_cost
 
-    def step(self, length: int) -> tuple[list[int], float]:
+    def step(self, width: int) -> tuple[list[int], float]:
         """The drafts that each request accepts, and the step's time."""
         accepted = []
         for i, runs in enumerate(self.runs):
-            num = min(runs[self.places[i]], length)
+            num = min(runs[self.places[i]], width)
             accepted.append(num)
             self.places[i] = (self.places[i] + num + 1) % len(runs)
-        return accepted, 1 + self.slot_cost * len(accepted) * (1 + length)
+        return accepted, 1 + self.slot_cost * len(accepted) * (1 + width)
 
-    def rate(self, lengths: DraftLengths | int, num_steps: int = NUM_STEPS) -> float:
-        """Tokens per time, at a fixed length or those that are chosen."""
+    def rate(self, widths: DraftWidths | int, num_steps: int = NUM_STEPS) -> float:
+        """Tokens per time, at a fixed width or those that are chosen."""
         num_tokens, total, self.chosen = 0, 0.0, []
         ids = [str(i) for i in range(len(self.runs))]
         plan = Plan(0)
         late: deque[tuple[Plan, list[int], float]] = deque()
         for k in range(num_steps):
-            this, plan = plan, Plan(lengths) if isinstance(lengths, int) else lengths.choose(ids)
-            accepted, seconds = self.step(this.length)
+            this, plan = plan, Plan(widths) if isinstance(widths, int) else widths.choose(ids)
+            accepted, seconds = self.step(this.width)
             num_tokens += sum(accepted) + len(ids)
             total += seconds
-            self.chosen.append(this.length)
+            self.chosen.append(this.width)
             late.append((this, accepted, seconds))
-            if len(late) > 1 and isinstance(lengths, DraftLengths):
+            if len(late) > 1 and isinstance(widths, DraftWidths):
                 done, accepted, seconds = late.popleft()
-                for req_id, num in zip(ids, accepted, strict=True) if done.length else ():
-                    lengths.add_result(req_id, done.length, num, done)
+                for req_id, num in zip(ids, accepted, strict=True) if done.width else ():
+                    widths.add_result(req_id, done.width, num, done)
                 noise = self.rng.normal(1, 0.03) + 4 * (k % 200 == 199)
-                lengths.add_step(len(ids) * (1 + done.length), len(ids), seconds * noise)
+                widths.add_step(len(ids) * (1 + done.width), len(ids), seconds * noise)
         return num_tokens / total
 
 
 @cache
 def best_fixed(name: str, num_reqs: int, slot_cost: float, num_steps: int, seed: int = 0) -> float:
-    return max(Simulation(SOURCES[name], num_reqs, slot_cost, seed).rate(length, num_steps) for length in LENGTHS)
+    return max(Simulation(SOURCES[name], num_reqs, slot_cost, seed).rate(width, num_steps) for width in WIDTHS)
 
 
 # The longer runs are where a step of many requests is dear, so that what is tried at first weighs most.
@@ -104,16 +104,16 @@ CASES = [(name, num_reqs, cost) for name in SOURCES for num_reqs in NUM_STEPS_OF
 
 
 @pytest.mark.parametrize(("name", "num_reqs", "slot_cost"), CASES)
-def test_the_choice_keeps_up_with_the_best_fixed_length(name: str, num_reqs: int, slot_cost: float) -> None:
+def test_the_choice_keeps_up_with_the_best_fixed_width(name: str, num_reqs: int, slot_cost: float) -> None:
     num_steps = NUM_STEPS_OF[num_reqs]
     simulation = Simulation(SOURCES[name], num_reqs, slot_cost)
-    rate = simulation.rate(DraftLengths(LENGTHS), num_steps)
+    rate = simulation.rate(DraftWidths(WIDTHS), num_steps)
     assert rate >= 0.97 * best_fixed(name, num_reqs, slot_cost, num_steps)
 
 
 @pytest.mark.parametrize(("slot_cost", "gain"), [(0.05, 1.02), (0.2, 1.08)])
 def test_bursts_are_used_where_slots_are_dear(slot_cost: float, gain: float) -> None:
-    rates = [Simulation(bursts, 1, slot_cost, seed).rate(DraftLengths(LENGTHS)) for seed in range(3)]
+    rates = [Simulation(bursts, 1, slot_cost, seed).rate(DraftWidths(WIDTHS)) for seed in range(3)]
     best = [best_fixed("bursts", 1, slot_cost, NUM_STEPS, seed) for seed in range(3)]
     assert sum(rates) >= gain * sum(best)
 
@@ -123,13 +123,13 @@ def test_a_source_that_turns_bad_is_followed_and_back(num_reqs: int) -> None:
     """A few hundred tokens of each; in each part the slots of the first steps are left out."""
     num_steps = 200
     simulation = Simulation(constant(0.9), num_reqs, 0.05)
-    lengths = DraftLengths(LENGTHS)
+    widths = DraftWidths(WIDTHS)
     good, bad = simulation.runs, Simulation(constant(0.0), num_reqs, 0.05).runs
     for runs in (good, bad, good, bad, good):
         simulation.runs = runs
         best = 0 if runs is bad else 4 if num_reqs > 1 else 8
-        simulation.rate(lengths, 50)
-        simulation.rate(lengths, num_steps)
+        simulation.rate(widths, 50)
+        simulation.rate(widths, num_steps)
         mean = np.mean(simulation.chosen)
         assert mean >= best / 2 if runs is good else mean <= 0.3
 
@@ -137,46 +137,46 @@ def test_a_source_that_turns_bad_is_followed_and_back(num_reqs: int) -> None:
 @pytest.mark.parametrize("slot_cost", [0.2, 3.0])
 def test_a_source_without_hope_costs_a_hundredth(slot_cost: float) -> None:
     simulation = Simulation(constant(0.0), 16, slot_cost)
-    lengths = DraftLengths(LENGTHS)
-    simulation.rate(lengths, 100)
-    assert simulation.rate(lengths, 1000) >= 0.985 * simulation.rate(0, 10)
+    widths = DraftWidths(WIDTHS)
+    simulation.rate(widths, 100)
+    assert simulation.rate(widths, 1000) >= 0.985 * simulation.rate(0, 10)
 
 
 def test_a_pause_hardly_changes_what_slots_cost() -> None:
-    lengths = DraftLengths([0, 4])
+    widths = DraftWidths([0, 4])
     for k in range(200):
         num_tokens = 5 if k % 2 else 1
-        lengths.add_step(num_tokens, 1, 1.0 + 0.1 * num_tokens + (100.0 if k in (0, 100) else 0.0))
-    none, four = lengths._times.times([1, 5], 1)
+        widths.add_step(num_tokens, 1, 1.0 + 0.1 * num_tokens + (100.0 if k in (0, 100) else 0.0))
+    none, four = widths._times.times([1, 5], 1)
     assert (four - none) / none == pytest.approx(0.4 / 1.1, rel=0.2)
 
 
 def test_a_new_request_is_tried_at_once() -> None:
     """What came before it may have been of another kind."""
     simulation = Simulation(constant(0.0), 1, 0.2)
-    lengths = DraftLengths(LENGTHS)
-    simulation.rate(lengths, 300)
-    assert lengths.choose(["0"]).length == 0
-    lengths.end(["0"])
-    assert lengths.choose(["another"]).length == 1
+    widths = DraftWidths(WIDTHS)
+    simulation.rate(widths, 300)
+    assert widths.choose(["0"]).width == 0
+    widths.end(["0"])
+    assert widths.choose(["another"]).width == 1
 
 
 def test_requests_that_ended_are_forgotten() -> None:
-    lengths = DraftLengths([0, 2])
-    plan = lengths.choose(["a", "b"])
+    widths = DraftWidths([0, 2])
+    plan = widths.choose(["a", "b"])
     for req_id in ("a", "b"):
-        lengths.add_result(req_id, 2, 2, plan)
-    assert lengths.num_requests == 2
-    lengths.end(["a", "unknown"])
-    assert lengths.num_requests == 1
+        widths.add_result(req_id, 2, 2, plan)
+    assert widths.num_requests == 2
+    widths.end(["a", "unknown"])
+    assert widths.num_requests == 1
 
 
 def test_without_a_request_the_choice_is_for_a_new_one() -> None:
-    assert DraftLengths([0, 2]).choose([]) == Plan(DraftLengths([0, 2]).choose(["a"]).length)
+    assert DraftWidths([0, 2]).choose([]) == Plan(DraftWidths([0, 2]).choose(["a"]).width)
 
 
 @pytest.mark.parametrize(
-    ("num_speculative_tokens", "max_lengths", "expected"),
+    ("num_speculative_tokens", "max_widths", "expected"),
     [
         (1, 6, [0, 1]),
         (3, 6, [0, 1, 2, 3]),
@@ -188,22 +188,22 @@ def test_without_a_request_the_choice_is_for_a_new_one() -> None:
         (20, 1, [20]),
     ],
 )
-def test_lengths(num_speculative_tokens: int, max_lengths: int, expected: list[int]) -> None:
-    assert make_lengths(num_speculative_tokens, max_lengths) == expected
+def test_widths(num_speculative_tokens: int, max_widths: int, expected: list[int]) -> None:
+    assert make_widths(num_speculative_tokens, max_widths) == expected
 
 
 def test_a_choice_is_cheap() -> None:
     """Some microseconds a step and about one a request; the bound allows for a machine that does other things."""
     ids = [str(i) for i in range(256)]
-    lengths = DraftLengths(LENGTHS)
+    widths = DraftWidths(WIDTHS)
     rng = np.random.default_rng(0)
     accepted = rng.integers(0, 5, (50, len(ids))).tolist()
     took = []
     for k in range(50):
         begin = time.perf_counter()
-        plan = lengths.choose(ids)
+        plan = widths.choose(ids)
         for req_id, num in zip(ids, accepted[k], strict=True):
-            lengths.add_result(req_id, 4, num, plan)
-        lengths.add_step(len(ids) * 5, len(ids), 1.0)
+            widths.add_result(req_id, 4, num, plan)
+        widths.add_step(len(ids) * 5, len(ids), 1.0)
         took.append(time.perf_counter() - begin)
     assert sorted(took)[len(took) // 2] < 10e-6 * len(ids)

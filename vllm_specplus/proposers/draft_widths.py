@@ -1,15 +1,15 @@
 """How many slots to schedule for the requests of a step, where every scheduled slot is verified, filled or not.
 
 With asynchronous scheduling slots are scheduled before their drafts are made. All requests of a step get the same
-number of them, one of a few lengths, since CUDA graphs exist for these alone. The length is chosen by what earlier
-slots brought, and their results come late: two steps lie between a result and the slots that it speaks for.
+number of them. It is one of a few widths, since CUDA graphs exist for these alone. The width is chosen by what
+earlier slots brought. Their results come late: two steps lie between a result and the slots that it speaks for.
 
-A request is described by its streak: how many slots in a row were accepted up to now, or how many steps in a row
-brought nothing. The chance of its first slot is looked up by its streak when the length was chosen, so the delay is in
-the chance. The chance of a later slot is looked up by the slots accepted before it. Streaks fall into classes, and all
-requests share the tables, in which old results count less.
+A request is described by its streak. That is how many slots in a row were accepted up to now, or how many steps in a
+row brought nothing. The chance of its first slot is looked up by its streak when the width was chosen. So the delay
+is in the chance. The chance of a later slot is looked up by the slots accepted before it. Streaks fall into classes.
+All requests share the tables, in which old results count less.
 
-The length with the most expected tokens per time wins. Where it is 0, nothing would be learned any more. So a single
+The width with the most expected tokens per time wins. Where it is 0, nothing would be learned any more. So a single
 slot is tried now and then, for a small share of the time.
 """
 
@@ -35,18 +35,18 @@ _LEAST_SURVIVAL = 1e-3
 _TRIAL_SHARE = 0.01  # of the time, for trying a slot where none is worth its time
 
 
-def make_lengths(num_speculative_tokens: int, max_lengths: int) -> list[int]:
+def make_widths(num_speculative_tokens: int, max_widths: int) -> list[int]:
     """0, powers of two and `num_speculative_tokens`, in rising order.
 
     Args:
-        num_speculative_tokens: K, the longest, >= 1.
-        max_lengths: the most lengths, >= 1. K stays first, then 0, then 1. Of the other powers those stay that leave
+        num_speculative_tokens: K, the largest, >= 1.
+        max_widths: the most widths, >= 1. K stays first, then 0, then 1. Of the other powers those stay that leave
             neighbours much the same ratio.
     """
     powers = [1 << i for i in range(num_speculative_tokens.bit_length()) if 1 << i < num_speculative_tokens]
-    if max_lengths < 2:
+    if max_widths < 2:
         return [num_speculative_tokens]
-    room = max_lengths - 2
+    room = max_widths - 2
     if len(powers) > room:
         powers = [powers[(2 * i * len(powers) + room) // (2 * room)] for i in range(room)]
     return [0, *powers, num_speculative_tokens]
@@ -54,9 +54,9 @@ def make_lengths(num_speculative_tokens: int, max_lengths: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The length that was chosen for a step, and the class of each request when it was chosen, by request id."""
+    """The width that was chosen for a step, and the class of each request when it was chosen, by request id."""
 
-    length: int
+    width: int
     classes: dict[str, int] = field(default_factory=dict)
 
 
@@ -86,15 +86,15 @@ class _Chances:
         self._trials[index] /= 2
 
 
-class DraftLengths:
-    """Chooses one of `lengths` for each step; learns what slots bring and cost while it runs.
+class DraftWidths:
+    """Chooses one of `widths` for each step; learns what slots bring and cost while it runs.
 
     Args:
-        lengths: the lengths to choose from, in rising order.
+        widths: the widths to choose from, in rising order.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths = list(widths)
         self._times = StepTimes()
         self._streaks: dict[str, int] = {}  # > 0: slots accepted in a row; <= 0: steps in a row without any, negative
         self._classes: dict[str, int] = {}
@@ -110,7 +110,7 @@ class DraftLengths:
         return len(self._classes)
 
     def choose(self, req_ids: Iterable[str]) -> Plan:
-        """Choose the length for the next step of these requests; for none of them, that of a new one."""
+        """Choose the width for the next step of these requests; for none of them, that of a new one."""
         for result, count in self._results.items():
             self._learn(*result, count)
         self._results.clear()
@@ -120,7 +120,7 @@ class DraftLengths:
         num_begun = len(self._classes) - num_known
         counts = Counter(classes.values()) or {_NEW: 1}
         num_reqs = max(len(classes), 1)
-        times = self._times.times([num_reqs * (1 + length) for length in self.lengths], num_reqs)
+        times = self._times.times([num_reqs * (1 + width) for width in self.widths], num_reqs)
         tokens = self._expected_tokens(counts, num_reqs)
         rates = [gain / time for gain, time in zip(tokens, times, strict=True)]
         # At first each step measures a longer one.
@@ -131,9 +131,9 @@ class DraftLengths:
             if best == 0 and period == _LONG_PERIOD:
                 best = self._try_sometimes(tokens, times, num_begun / num_reqs)
             elif self._num_steps % period == 0:
-                # A length beside it tells what a slot costs.
+                # A width beside it tells what a slot costs.
                 best = best - 1 if best else 1
-        return Plan(self.lengths[best], classes)
+        return Plan(self.widths[best], classes)
 
     def add_result(self, req_id: str, num_slots: int, num_accepted: int, plan: Plan) -> None:
         """Learn from a request's part in a step.
@@ -189,9 +189,9 @@ class DraftLengths:
             table.add(_run_class(end), 0, count)
 
     def _expected_tokens(self, counts: Mapping[int, int], num_reqs: int) -> list[float]:
-        """For each length the tokens that a step is expected to bring; `counts`: requests by class."""
+        """For each width the tokens that a step is expected to bring; `counts`: requests by class."""
         first = self._first_chances()
-        tokens = [float(num_reqs)] * len(self.lengths)
+        tokens = [float(num_reqs)] * len(self.widths)
         for index, count in counts.items():
             for i, gain in enumerate(self._gains(index, first)):
                 tokens[i] += count * gain
@@ -206,12 +206,12 @@ class DraftLengths:
         return chances
 
     def _gains(self, index: int, first: list[float]) -> list[float]:
-        """For each length the drafts of a request that are expected to be accepted."""
+        """For each width the drafts of a request that are expected to be accepted."""
         table, run = self._later[_kind_of(index)], _run_of(index)
         gains, total, survival, num_slots = [], 0.0, first[index], 0
         chance, known = 0.0, -1
-        for length in self.lengths:
-            while num_slots < length and survival > _LEAST_SURVIVAL:
+        for width in self.widths:
+            while num_slots < width and survival > _LEAST_SURVIVAL:
                 total += survival
                 num_slots += 1
                 after = _run_class(run + num_slots)
@@ -222,7 +222,7 @@ class DraftLengths:
         return gains
 
     def _try_sometimes(self, tokens: list[float], times: list[float], share_begun: float) -> int:
-        """1, the index of the shortest length with a slot, where enough time was saved for it; else 0.
+        """1, the index of the smallest width with a slot, where enough time was saved for it; else 0.
 
         A request that has just begun may be of another kind, so it brings its share of a trial.
         """

@@ -4,26 +4,90 @@ The compiler refuses more than the interpreter. Triton's wheel brings the assemb
 process without TRITON_INTERPRET.
 """
 
+import inspect
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+TARGET = GPUTarget("cuda", 90, 32)
+
 _POINTERS = {
     torch.bool: "*i1",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was recorded, not run: the kernel, its grid, and its arguments by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]  # num_warps and others that the kernel does not see
+
+    @classmethod
+    def of(cls, kernel: Any, grid: Any, *args: Any, **named: Any) -> "Launch":
+        """The launch ``kernel[grid](*args, **named)``."""
+        options = {name: named.pop(name) for name in [*named] if name not in kernel.arg_names}
+        bound = inspect.signature(kernel.fn).bind(*args, **named)
+        bound.apply_defaults()
+        grid = grid(bound.arguments) if callable(grid) else grid
+        return cls(kernel, tuple(grid), dict(bound.arguments), options)
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+    @property
+    def num_warps(self) -> int:
+        return self.options.get("num_warps", 4)
+
+    def compile(self) -> Any:
+        """Triton's compiled kernel for these arguments: sm_90 machine code."""
+        signature: dict[str, Any] = {}
+        constexprs: dict[Any, Any] = {}
+        attrs: dict[Any, Any] = {}
+        for i, parameter in enumerate(self.kernel.params):
+            value, name = self.arguments[parameter.name], parameter.name
+            if parameter.is_constexpr:
+                signature[name], constexprs[(i,)] = "constexpr", value
+            else:
+                signature[name] = _specialize(value, not parameter.do_not_specialize, (i,), constexprs, attrs)
+                if parameter.do_not_specialize_on_alignment:
+                    attrs.pop((i,), None)
+        source = triton.compiler.ASTSource(fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+        return triton.compile(source, target=TARGET, options=self.options)
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Record every launch of a Triton kernel in place of running it. Tensors may be on the ``meta`` device."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        launches.append(Launch.of(kernel, grid, *args, **named))
+
+    with mock.patch.object(triton.JITFunction, "run", record):
+        yield launches
 
 
 class AheadOfTime:
@@ -33,23 +97,13 @@ class AheadOfTime:
         self.kernel = kernel
         self.compiled: list[Any] = []
 
-    def __getitem__(self, grid: Any) -> Any:
-        return self.compile
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def compile_launch(*args: Any, **named: Any) -> None:
+            compiled = Launch.of(self.kernel, grid, *args, **named).compile()
+            assert not (fused := fused_with_a_neighbours_number(compiled.asm["sass"])), f"{self.kernel}: {fused}"
+            self.compiled.append(compiled)
 
-    def compile(self, *args: Any, num_warps: int = 4, **constants: Any) -> None:
-        names = self.kernel.arg_names
-        assert {*names[: len(args)], *constants} == {*names}
-        signature: dict[str, Any] = dict.fromkeys(names, "constexpr")
-        constexprs: dict[Any, Any] = {(names.index(name),): value for name, value in constants.items()}
-        attrs: dict[Any, Any] = {}
-        for i, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=False)):
-            is_specialized = not parameter.do_not_specialize
-            signature[parameter.name] = _specialize(value, is_specialized, (i,), constexprs, attrs)
-        source = triton.compiler.ASTSource(fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-        options = {"num_warps": num_warps}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert not (fused := fused_with_a_neighbours_number(compiled.asm["sass"])), f"{self.kernel}: {fused}"
-        self.compiled.append(compiled)
+        return compile_launch
 
 
 def _specialize(
@@ -69,9 +123,11 @@ def _specialize(
     if value is None or isinstance(value, tl.constexpr) or (value == 1 and is_specialized):
         constexprs[path] = value
         return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
     if value % 16 == 0 and is_specialized:
         attrs[path] = [["tt.divisibility", 16]]
-    return "i32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def fused_with_a_neighbours_number(sass: str) -> list[str]:

@@ -7,9 +7,9 @@ import pytest
 
 from tests.e2e.engines import engine
 from tests.e2e.v2.engines import FEW, async_engine, tokens
-from vllm_specplus.engine.scheduler import LengthScheduler
+from vllm_specplus.engine.scheduler import WidthScheduler
 from vllm_specplus.proposers.costs import StepTimes
-from vllm_specplus.proposers.draft_lengths import DraftLengths
+from vllm_specplus.proposers.draft_widths import DraftWidths
 
 pytestmark = pytest.mark.interpreter
 
@@ -33,31 +33,31 @@ def steps_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "add", lambda self, tokens, reqs, time: add(self, tokens, reqs, 1 + 0.02 * tokens))
 
 
-def scheduler_of(e: Any) -> LengthScheduler:
+def scheduler_of(e: Any) -> WidthScheduler:
     scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler
-    assert type(scheduler) is LengthScheduler
+    assert type(scheduler) is WidthScheduler
     return scheduler
 
 
-def note_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def note_widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     chosen: list[int] = []
-    choose = DraftLengths.choose
+    choose = DraftWidths.choose
 
-    def note(self: DraftLengths, req_ids: Any) -> Any:
+    def note(self: DraftWidths, req_ids: Any) -> Any:
         plan = choose(self, req_ids)
-        chosen.append(plan.length)
+        chosen.append(plan.width)
         return plan
 
-    monkeypatch.setattr(DraftLengths, "choose", note)
+    monkeypatch.setattr(DraftWidths, "choose", note)
     return chosen
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_lengths_vary_and_the_text_does_not(name: str, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_widths_vary_and_the_text_does_not(name: str, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(trained) as e:
         expected = tokens(e), tokens(e, FEW[:1], max_tokens=40)
-    chosen = note_lengths(monkeypatch)
-    with async_engine(trained, CONFIGS[name], chooses_lengths=True) as e:
+    chosen = note_widths(monkeypatch)
+    with async_engine(trained, CONFIGS[name], chooses_widths=True) as e:
         scheduler = scheduler_of(e)
         assert (tokens(e), tokens(e, FEW[:1], max_tokens=40)) == expected
         counts = e.counts()
@@ -65,7 +65,7 @@ def test_lengths_vary_and_the_text_does_not(name: str, trained: Path, monkeypatc
         assert 0 < counts.accepted < counts.drafted < counts.drafts * CONFIGS[name]["num_speculative_tokens"]
         chooser = scheduler._chooser
         assert chooser is not None
-        assert chooser.draft_lengths.num_requests <= 1  # the last, which vLLM reports with the next step
+        assert chooser.draft_widths.num_requests <= 1  # the last, which vLLM reports with the next step
 
 
 def test_an_error_of_the_choice_costs_the_choice_alone(
@@ -74,11 +74,11 @@ def test_an_error_of_the_choice_costs_the_choice_alone(
     with engine(trained) as e:
         expected = tokens(e)
 
-    def fail(self: DraftLengths, *args: Any) -> None:
+    def fail(self: DraftWidths, *args: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(DraftLengths, "add_result", fail)
-    with async_engine(trained, CONFIGS["ngram"], chooses_lengths=True) as e:
+    monkeypatch.setattr(DraftWidths, "add_result", fail)
+    with async_engine(trained, CONFIGS["ngram"], chooses_widths=True) as e:
         scheduler = scheduler_of(e)
         assert tokens(e) == expected
         assert scheduler._chooser is None

@@ -15,7 +15,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_specplus.config import resolve
-from vllm_specplus.engine import lengths
+from vllm_specplus.engine import build, widths
 from vllm_specplus.engine.setup import EngineSetup
 from vllm_specplus.runners.v2.speculator import HybridMixin
 from vllm_specplus.testing.tiny_model import make_random
@@ -56,7 +56,7 @@ def read(config: dict[str, object], **changes: Any) -> EngineSetup:
 
 
 def shown(speculative_config: SpeculativeConfig, max_num_seqs: int) -> list[int]:
-    """The lengths that vLLM captures graphs for, and its scheduler knows."""
+    """The widths that vLLM captures graphs for, and its scheduler knows."""
     return sorted(
         set(
             build_dynamic_sd_schedule_lookup(
@@ -69,10 +69,10 @@ def shown(speculative_config: SpeculativeConfig, max_num_seqs: int) -> list[int]
 
 
 @pytest.mark.parametrize("config", [HYBRID, NGRAM], ids=["hybrid", "ngram"])
-def test_vllm_is_shown_each_length(config: dict[str, object], tiny: Path) -> None:
+def test_vllm_is_shown_each_width(config: dict[str, object], tiny: Path) -> None:
     args = engine_args(tiny, config)
     made = args.create_engine_config()
-    assert args.scheduler_cls == made.scheduler_config.scheduler_cls == lengths.SCHEDULER
+    assert args.scheduler_cls == made.scheduler_config.scheduler_cls == widths.SCHEDULER
     assert shown(made.speculative_config, made.scheduler_config.max_num_seqs) == ALL
     # The arguments are used again for an engine that does not draft by value.
     args.speculative_config = config | {"adaptive": False}
@@ -90,16 +90,16 @@ def test_a_stock_config_has_vllms_scheduler(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("max_num_seqs", "expected"), [(2, [0, 12]), (3, [0, 1, 12]), (4, [0, 1, 4, 12]), (6, ALL), (900, ALL)]
 )
-def test_small_batches_have_fewer_lengths(max_num_seqs: int, expected: list[int], tiny: Path) -> None:
+def test_small_batches_have_fewer_widths(max_num_seqs: int, expected: list[int], tiny: Path) -> None:
     made = engine_args(tiny, HYBRID, max_num_seqs=max_num_seqs).create_engine_config()
     assert shown(made.speculative_config, max_num_seqs) == expected
 
 
-def test_large_batches_have_graphs_of_every_length(tiny: Path) -> None:
-    """vLLM captures the graphs of a length up to the largest batch size that has it."""
+def test_large_batches_have_graphs_of_every_width(tiny: Path) -> None:
+    """vLLM captures the graphs of a width up to the largest batch size that has it."""
     schedule = engine_args(tiny, HYBRID).create_engine_config().speculative_config.num_speculative_tokens_per_batch_size
     for max_num_seqs in (6, 64, 1000):
-        largest = {length: start for start, _, length in schedule if start <= max_num_seqs}
+        largest = {width: start for start, _, width in schedule if start <= max_num_seqs}
         assert set(largest) == set(ALL)
         assert min(largest.values()) > max_num_seqs - len(ALL)
 
@@ -115,11 +115,12 @@ def test_large_batches_have_graphs_of_every_length(tiny: Path) -> None:
     ],
     ids=["scheduler", "data", "pipeline", "one", "schedule"],
 )
-def test_where_the_length_is_fixed_one_line_says_why(
+def test_where_the_width_is_fixed_one_line_says_why(
     config: dict[str, object], changes: dict[str, Any], words: str, log: pytest.LogCaptureFixture
 ) -> None:
     engine = read(config, **changes)
-    assert lengths.with_chosen_lengths(engine) is engine
+    assert widths.with_chosen_widths(engine) is engine
+    build.set_scheduler(engine)
     assert engine.args.scheduler_cls == changes.get("scheduler_cls")
     (line,) = [line for line in log.messages if "slots for drafts" in line]
     assert line.startswith("slots for drafts in a step: always 12, since ")
@@ -130,9 +131,9 @@ ON_THE_DEVICE = HYBRID | {"enable_adaptive_verification": True}
 
 
 def test_adaptive_verification_chooses_by_itself(log: pytest.LogCaptureFixture) -> None:
-    engine = lengths.with_chosen_lengths(lengths.with_possible_adaptive_verification(read(ON_THE_DEVICE)))
+    engine = widths.with_chosen_widths(widths.with_possible_adaptive_verification(read(ON_THE_DEVICE)))
     assert engine.resolved.vllm["enable_adaptive_verification"]
-    assert not engine.lengths
+    assert not engine.widths
     (line,) = [line for line in log.messages if "slots for drafts" in line or "adaptive_verification" in line]
     assert line.endswith("always 12, since enable_adaptive_verification=true trims them on the device")
 
@@ -156,14 +157,14 @@ def test_where_adaptive_verification_cannot_run_one_line_says_why(
     # Its module needs a package that only GPUs have.
     plans_on_host = SimpleNamespace(supports_device_cpu_query_lens_mismatch=lambda: False)
     monkeypatch.setattr(AttentionBackendEnum, "get_class", lambda backend: plans_on_host)
-    engine = lengths.with_possible_adaptive_verification(read(ON_THE_DEVICE, **changes))
+    engine = widths.with_possible_adaptive_verification(read(ON_THE_DEVICE, **changes))
     assert "enable_adaptive_verification" not in engine.resolved.vllm
     (line,) = log.messages
     assert line.startswith("enable_adaptive_verification=true is not in force, since ")
     assert words in line
     # What else can be done is done.
-    chosen = lengths.with_chosen_lengths(engine)
-    assert bool(chosen.lengths) == (not changes.keys() & {"parallel", "device_type", "on_v2"})
+    chosen = widths.with_chosen_widths(engine)
+    assert bool(chosen.widths) == (not changes.keys() & {"parallel", "device_type", "on_v2"})
 
 
 @pytest.mark.parametrize(
@@ -184,14 +185,21 @@ def test_only_asynchronous_adaptive_engines_choose(
     config: dict[str, object], changes: dict[str, Any], expected: list[int], log: pytest.LogCaptureFixture
 ) -> None:
     engine = read(config, **changes)
-    assert list(lengths.with_chosen_lengths(engine).lengths) == expected
-    assert engine.args.scheduler_cls == (lengths.SCHEDULER if expected else None)
-    assert not [line for line in log.messages if "slots for drafts" in line]
+    chosen = widths.with_chosen_widths(engine)
+    assert list(chosen.widths) == expected
+    build.set_scheduler(chosen)
+    assert engine.args.scheduler_cls == (widths.SCHEDULER if expected else None)
+    # The scheduler tells its widths when it begins.
+    adapts = engine.options.adaptive
+    only_drafts = "slots for drafts in a step: one for each draft that is worth it, since scheduling is synchronous"
+    assert log.messages == [only_drafts] * (adapts and not expected)
     v1 = dataclasses.replace(engine, on_v2=False)
-    assert lengths.with_chosen_lengths(v1) is v1
+    log.clear()
+    assert widths.with_chosen_widths(v1) is v1
+    assert log.messages == [only_drafts] * adapts
 
 
-def test_the_hybrids_first_draft_has_graphs_of_every_length(tiny: Path) -> None:
+def test_the_hybrids_first_draft_has_graphs_of_every_width(tiny: Path) -> None:
     """Its graphs run over the target's batch, whatever the draft model's passes are."""
     config = engine_args(tiny, HYBRID).create_engine_config().speculative_config
     made: list[SpeculatorCudaGraphManager] = []
@@ -223,14 +231,14 @@ def test_the_hybrids_first_draft_has_graphs_of_every_length(tiny: Path) -> None:
     hybrid.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
     (manager,) = made
     captured = {desc.uniform_token_count for desc in manager._capture_descs[CUDAGraphMode.FULL]}
-    assert captured == {length + 1 for length in ALL}
+    assert captured == {width + 1 for width in ALL}
 
 
 def test_vllm_does_not_warn_of_the_plugins_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     vllm_logger = logging.getLogger(SchedulerConfig.__module__)
     vllm_logger.addHandler(caplog.handler)
     try:
-        vllm_logger.warning("Using custom scheduler class %s.", lengths.SCHEDULER)
+        vllm_logger.warning("Using custom scheduler class %s.", widths.SCHEDULER)
         vllm_logger.warning("Using custom scheduler class %s.", "mine.Scheduler")
     finally:
         vllm_logger.removeHandler(caplog.handler)

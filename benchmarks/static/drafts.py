@@ -1,0 +1,124 @@
+"""Calls of the kernels that draft and count, each with a batch of the given size, and texts that repeat."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_specplus.kernels import arbiter, counts, drafts, ngram
+from vllm_specplus.kernels.arbiter.state import NUM_KEYS, ONE
+from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES
+
+_MAX_LEN, _NUM_TOKENS = 32_768, 4096
+_NUM_STEPS = 2  # passes of the draft model
+_FORECAST = 11
+_DIFFERENT_TOKENS = 100
+
+
+class DraftCall:
+    """A call with arguments that are made beforehand. Its results are held to their specification by tests."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **named: Any) -> None:
+        self.run = lambda: function(*args, **named)
+
+    def check(self, output: Any) -> None:
+        pass
+
+
+class _Batch:
+    """The tensors that the calls have in common, for the requests of a shape."""
+
+    def __init__(self, shape: Any, device: str) -> None:
+        self.device, self.num_reqs, self.width = device, shape.num_reqs, shape.num_rows - 1
+        self.vocab_size = shape.vocab_size
+        generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
+        size = (self.num_reqs, _MAX_LEN)
+        self.token_ids = torch.randint(_DIFFERENT_TOKENS, size, dtype=torch.int32, device=device, generator=generator)
+        self.num_tokens = self.full(_NUM_TOKENS)
+        self.idx_mapping = torch.arange(self.num_reqs, dtype=torch.int32, device=device)
+        self.limits = self.full(self.width)
+        self.num_model = min(_NUM_STEPS, self.width)
+        self.drafts = torch.zeros((self.num_reqs, self.width), dtype=torch.int64, device=device)
+        self.one = torch.ones(1, dtype=torch.int64, device=device)
+
+    def full(self, value: int) -> torch.Tensor:
+        return torch.full((self.num_reqs,), value, dtype=torch.int32, device=self.device)
+
+    @property
+    def texts(self) -> dict[str, torch.Tensor]:
+        return {"token_ids": self.token_ids, "num_tokens": self.num_tokens, "idx_mapping": self.idx_mapping}
+
+    def state(self) -> arbiter.State:
+        """An arbiter's, with an n-gram chain behind each number of the model's drafts, and a reference's."""
+        starts = [*range(self.num_model + 1), 0]
+        made = arbiter.make_state(
+            self.num_reqs,
+            num_model_steps=self.num_model,
+            num_speculative_tokens=self.width,
+            chain_sources=[NGRAM] * (self.num_model + 1) + [REFERENCE],
+            starts=starts,
+            prior=torch.full((NUM_KEYS.value,), ONE.value // 2, device=self.device),
+        )
+        made.offer_positions.fill_(_NUM_TOKENS - 2)
+        return made
+
+
+def _fill_drafts(b: _Batch) -> DraftCall:
+    sizes = {"min_ngram_size": 2, "max_ngram_size": 5}
+    return DraftCall(
+        ngram.fill_drafts, **b.texts, drafts=b.drafts, num_model_steps=b.num_model, max_drafts=b.limits, **sizes
+    )
+
+
+def _continue_forecasts(b: _Batch) -> DraftCall:
+    forecast = torch.zeros((b.num_reqs, _FORECAST), dtype=torch.int32, device=b.device)
+    about = (b.full(_FORECAST), b.full(_NUM_TOKENS - 2), b.full(0))
+    options = {"num_model_steps": b.num_model, "max_drafts": b.limits}
+    return DraftCall(drafts.continue_forecasts, *b.texts.values(), b.drafts, forecast, *about, **options)
+
+
+def _write_one_hot_rows(b: _Batch) -> DraftCall:
+    logits = torch.empty((b.num_reqs, b.width, b.vocab_size), dtype=torch.float32, device=b.device)
+    return DraftCall(drafts.write_one_hot_rows, logits, b.idx_mapping, b.drafts, b.limits, b.full(b.num_model))
+
+
+def _count_drafts(b: _Batch) -> DraftCall:
+    counted = torch.zeros((2, len(SOURCES), b.width), dtype=torch.int64, device=b.device)
+    of_requests = torch.zeros((b.num_reqs, 3), dtype=torch.int64, device=b.device)
+    bounds = torch.arange(b.num_reqs + 1, dtype=torch.int32, device=b.device) * (b.width + 1)
+    step = (b.full(2), bounds, b.idx_mapping)
+    return DraftCall(counts.count_drafts, counted, of_requests, *step, b.limits, b.full(b.num_model), b.full(NGRAM))
+
+
+def _adapt(b: _Batch) -> DraftCall:
+    """All that the arbiter does in a step, in its order."""
+    state = b.state()
+    prices = torch.ones(b.num_model, dtype=torch.int64, device=b.device)
+    totals = torch.zeros(arbiter.NUM_TOTALS, dtype=torch.int64, device=b.device)
+    guess = torch.zeros((b.num_reqs, b.width), dtype=torch.int32, device=b.device)
+
+    def step() -> None:
+        arbiter.judge_and_update(state, **b.texts, num_new=b.one)
+        arbiter.offer_model(state, b.idx_mapping, b.drafts[:, : b.num_model])
+        sizes = {"min_ngram_size": 2, "max_ngram_size": 5, "match_len_cap": 24}
+        arbiter.offer_ngrams(state, **b.texts, limits=b.limits, **sizes)
+        arbiter.offer_chain(state, b.num_model + 1, b.idx_mapping, guess, b.limits, b.full(0))
+        chosen = arbiter.choose(state, b.num_tokens, b.idx_mapping, b.limits, b.one, b.drafts)
+        options = {"most_credit": 4 * ONE.value}
+        arbiter.settle(state, b.idx_mapping, chosen.values, prices, b.one, b.one.clone(), **options)
+        arbiter.plan_passes(state, b.idx_mapping, b.limits, prices, totals)
+
+    return DraftCall(step)
+
+
+_MADE = {
+    "fill_drafts": _fill_drafts,
+    "continue_forecasts": _continue_forecasts,
+    "write_one_hot_rows": _write_one_hot_rows,
+    "count_drafts": _count_drafts,
+    "arbiter": _adapt,
+}
+CALLS: dict[str, Callable[[Any, str], DraftCall]] = {
+    name: lambda shape, device, make=make: make(_Batch(shape, device)) for name, make in _MADE.items()
+}
+"""By name: makes the call for a shape on a device."""

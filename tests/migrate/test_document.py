@@ -1,0 +1,102 @@
+"""docs/migration.md names every key, flag and variable that the code understands, and no other."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import vllm
+
+from vllm_specplus.cli import main
+from vllm_specplus.config.aliases import ALIASES, INPUT_LOOKUP_KEY, METHOD_ALIASES
+from vllm_specplus.config.dialects import DIALECTS, FASTDEPLOY, PADDLENLP, RTP_LLM
+from vllm_specplus.config.keys import CommonKeys, known_names
+from vllm_specplus.config.quantizations import QUANTIZATIONS
+from vllm_specplus.config.stock_keys import stock_keys
+from vllm_specplus.migrate import SYSTEMS
+from vllm_specplus.migrate.tables import OPTIONS
+from vllm_specplus.requests.options import KEYS
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", DOCUMENT, flags=re.M)[1:]}
+# FastDeploy's keys are this plugin's and vLLM's.
+FASTDEPLOY_KEYS = {
+    key for key in CommonKeys.model_fields if key not in ("adaptive", "allow_force_accept", "match_override_len")
+}
+FASTDEPLOY_KEYS = FASTDEPLOY_KEYS - {"ngram_match_order"} | {"model", "draft_strategy"}
+
+
+def names(section: str) -> set[str]:
+    """The names in the first column of a section's tables."""
+    rows = [line.split("|")[1] for line in SECTIONS[section].splitlines() if line.startswith("| `")]
+    return {name.partition(":")[0] for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def options_of(system: str) -> set[str]:
+    return {name for of, name in OPTIONS if of == system}
+
+
+def aliases_of(system: str) -> set[str]:
+    return {key for key, alias in ALIASES.items() if alias.system == system}
+
+
+def test_every_system_has_its_section() -> None:
+    assert set(SYSTEMS) <= set(SECTIONS)
+    assert {dialect.system for dialect in DIALECTS.values()} <= set(SYSTEMS)
+    for section in SYSTEMS:
+        assert "```console\n$ vllm-specplus migrate" in SECTIONS[section]
+
+
+def test_fastdeploy() -> None:
+    values = {"ngram", "suffix", "naive"}
+    assert names(FASTDEPLOY) - values == FASTDEPLOY_KEYS | options_of(FASTDEPLOY)
+    for value in METHOD_ALIASES:
+        assert f"`method: {value}`" in SECTIONS[FASTDEPLOY]
+
+
+def test_paddlenlp() -> None:
+    assert names(PADDLENLP) == aliases_of(PADDLENLP) | options_of(PADDLENLP)
+
+
+def test_rtp_llm() -> None:
+    requests = set(KEYS) - {"prediction", "spec_tokens"}
+    assert names(RTP_LLM) == aliases_of(RTP_LLM) | options_of(RTP_LLM) | requests | {INPUT_LOOKUP_KEY}
+
+
+def test_vllm_ascend() -> None:
+    assert names("vLLM Ascend") - {"additional_config"} <= set(known_names(stock_keys()))
+
+
+def test_quantizations() -> None:
+    assert {name.lower() for name in names("What differs everywhere")} == {*QUANTIZATIONS, "fp8"}
+
+
+def test_what_is_left_out() -> None:
+    """Each default of the table is one of the code's."""
+    keys = {default.key for dialect in DIALECTS.values() for default in dialect.defaults}
+    said = names("What a config leaves out") - {"topp"}
+    said = {"suffix_decoding" + name if name.startswith("_") else name for name in said}
+    assert said == keys | {"max_candidate_len", "verify_window"}
+
+
+def test_the_flags_are_vllms() -> None:
+    root = Path(vllm.__file__).parent
+    text = "".join(
+        path.read_text() for folder in ("engine", "entrypoints", "config") for path in (root / folder).rglob("*.py")
+    )
+    for option in OPTIONS.values():
+        if option.target.startswith("--"):
+            name = option.target.removeprefix("--").replace("-", "_")
+            assert f'"{option.target}"' in text or f"    {name}:" in text, option.target
+
+
+@pytest.mark.parametrize("section", [FASTDEPLOY, PADDLENLP, RTP_LLM, "vLLM Ascend"])
+def test_the_output_is_what_was_seen(section: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = SECTIONS[section].partition("```console\n$ vllm-specplus migrate ")[2].partition("```")[0]
+    lines = shown.replace("\\\n", " ").splitlines()
+    # The output begins with the command for vLLM.
+    first = next(i for i, line in enumerate(lines) if line.startswith(("VLLM_PLUGINS", "vllm serve")) and i > 0)
+    words = shlex.split(" ".join(lines[:first]))
+    main(["migrate", *(words if len(words) == 1 else ["--", *words])])
+    out, err = capsys.readouterr()
+    assert (out + err).splitlines() == lines[first:]

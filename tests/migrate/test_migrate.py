@@ -1,0 +1,254 @@
+"""`vllm-specplus migrate`: the documents' own commands, and what becomes of them."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_specplus.cli import main
+from vllm_specplus.migrate.tables import OPTIONS
+
+FASTDEPLOY_MTP = """python -m fastdeploy.entrypoints.openai.api_server \\
+    --model ${path_to_main_model} \\
+    --tensor-parallel-size 4 \\
+    --config ${path_to_FastDeploy}benchmarks/yaml/eb45t-32k-wint4-mtp-h100-tp4.yaml \\
+    --speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "model": "${path_to_mtp_model}"}'"""
+FASTDEPLOY_PREFILL = """export FD_LOG_DIR="log_prefill"
+export CUDA_VISIBLE_DEVICES=0,1,2,3
+python -m fastdeploy.entrypoints.openai.api_server \\
+    --model ${path_to_main_model} \\
+    --port 8180 \\
+    --metrics-port 8181 \\
+    --engine-worker-queue-port 8182 \\
+    --cache-queue-port 8183 \\
+    --workers 2 \\
+    --tensor-parallel-size 4 \\
+    --quantization wint4 \\
+    --splitwise-role "prefill" \\
+    --scheduler-name "splitwise" \\
+    --scheduler-host "127.0.0.1" \\
+    --scheduler-port 6379 \\
+    --scheduler-ttl 9000 \\
+    --scheduler-topic mtp \\
+    --config ${path_to_FastDeploy}/benchmarks/yaml/eb45t-32k-wint4-mtp-tp4-prefill.yaml \\
+    --scheduler-password "scheduler_mtp" \\
+    --speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "model": "${path_to_mtp_model}"}' &"""
+PADDLENLP_NGRAM = (
+    "python ./predict/predictor.py --model_name_or_path meta-llama/Llama-2-7b-chat --inference_model --dtype float16 "
+    "--speculate_method inference_with_reference --speculate_max_draft_token_num 5 --speculate_max_ngram_size 2"
+)
+PADDLENLP_MTP = """docker run --gpus all --shm-size 32G --network=host --privileged --cap-add=SYS_PTRACE \\
+-v $MODEL_PATH:/models -v $MODEL_MTP_PATH:/models-mtp -v /ssd2/paddle_example:/work -e "model_name=${model_name}" \\
+-dit ccr-2vdh3abv-pub.cnc.bj.baidubce.com/paddlepaddle/paddlenlp:llm-serving-cuda124-cudnn9-v2.3 /bin/bash \\
+-c -ex 'export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 && export MP_NUM=8 \
+&& export SPECULATE_MODEL_QUANT_TYPE="a8w8_fp8" && export SPECULATE_METHOD="mtp" \
+&& export SPECULATE_MODEL_PATH="/models-mtp" && export SPECULATE_MAX_DRAFT_TOKEN_NUM=1 \
+&& export BLOCK_BS=32 && export BLOCK_RATIO=0.25 && export BATCH_SIZE="128" && start_server $model_name \
+&& tail -f /dev/null'"""
+PADDLENLP_SCRIPT = """export MODEL_TAG=deepseek-ai/DeepSeek-R1-FP8
+export DRAFT_MODEL_TAG=deepseek-ai/DeepSeek-R1-MTP-FP8
+export QUANT_MODE=a8w8_fp8
+export DRAFT_MODEL_QUANT_MODE=a8w8_fp8
+export TOTAL_MAX_LENGTH=8192
+export MAX_DEC_LEN=2048
+export CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7"
+python -m paddle.distributed.launch --ips "192.168.0.1,192.168.0.2"\\
+  --gpus ${CUDA_VISIBLE_DEVICES} \\
+  predictor.py \\
+  --model_name_or_path ${MODEL_TAG} \\
+  --dtype bfloat16 \\
+  --mode dynamic \\
+  --inference_model 1 \\
+  --append_attn 1 \\
+  --total_max_length ${TOTAL_MAX_LENGTH} \\
+  --quant_type ${QUANT_MODE} \\
+  --max_length ${MAX_DEC_LEN} \\
+  --speculate_method mtp \\
+  --draft_model_name_or_path ${DRAFT_MODEL_TAG} \\
+  --draft_model_quant_type ${DRAFT_MODEL_QUANT_MODE} \\
+  --speculate_max_draft_token_num 1 \\
+  --return_full_hidden_states 1 \\
+  --mla_use_matrix_absorption 1"""
+RTP_VANILLA = """MODEL_TYPE=qwen_7b     \\
+CHECKPOINT_PATH=/mnt/nas1/hf/Qwen-7B-Chat/     \\
+TOKENIZER_PATH=/mnt/nas1/dm/qwen_sp/qwen_tokenizer     \\
+TP_SIZE=1     \\
+SP_TYPE=vanilla     \\
+GEN_NUM_PER_CIRCLE=5     \\
+SP_MODEL_TYPE=qwen_1b8     \\
+SP_CHECKPOINT_PATH=/mnt/nas1/hf/qwen_1b8_sft/     \\
+WARM_UP=1     \\
+REUSE_CACHE=1     \\
+START_PORT=26666   \\
+/opt/conda310/bin/python3 -m rtp_llm.start_server"""
+RTP_DETERMINISTIC = (
+    "python3 -m rtp_llm.start_server --checkpoint_path /models/qwen --sp_type deterministic --gen_num_per_cycle 128 "
+    "--sp_min_token_match 2 --sp_max_token_match 2"
+)
+ASCEND = (
+    "vllm serve meta-llama/Meta-Llama-3.1-8B-Instruct --tensor-parallel-size 1 --speculative-config "
+    '\'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}\''
+)
+# (command, status, vLLM's words without the config, the config, parts of what is said)
+COMMANDS: list[tuple[str, int, str, dict[str, Any], list[str]]] = [
+    (
+        FASTDEPLOY_MTP,
+        2,
+        'vllm serve "${path_to_main_model}" --tensor-parallel-size 4',
+        {"dialect": "fastdeploy", "method": "mtp", "num_speculative_tokens": 1, "model": "${path_to_mtp_model}"},
+        ["missing: config=", "give it to this command with --yaml", 'note: speculative_config: verify_strategy="topp"'],
+    ),
+    (
+        FASTDEPLOY_PREFILL,
+        2,
+        'vllm serve "${path_to_main_model}" --port 8180 --api-server-count 2 --tensor-parallel-size 4',
+        {"dialect": "fastdeploy", "method": "mtp", "num_speculative_tokens": 1, "model": "${path_to_mtp_model}"},
+        [
+            "missing: splitwise-role=prefill: --kv-transfer-config must be written by hand",
+            "and a proxy",
+            "missing: quantization=wint4: vLLM makes no 4-bit weights",
+            "note: CUDA_VISIBLE_DEVICES=0,1,2,3: stays in the environment",
+            "note: scheduler-password=scheduler_mtp: has no counterpart",
+        ],
+    ),
+    (
+        PADDLENLP_NGRAM,
+        0,
+        "vllm serve meta-llama/Llama-2-7b-chat --dtype float16",
+        {"dialect": "paddlenlp", "speculate_method": "inference_with_reference", "speculate_max_draft_token_num": 5}
+        | {"speculate_max_ngram_size": 2},
+        ['min_ngram_size=1, ngram_match_order="first": PaddleNLP\'s defaults'],
+    ),
+    (
+        PADDLENLP_MTP,
+        0,
+        'vllm serve "$model_name" --tensor-parallel-size 8 --max-num-seqs 128',
+        {"dialect": "paddlenlp", "draft_model_quant_type": "a8w8_fp8", "speculate_method": "mtp"}
+        | {"draft_model_name_or_path": "/models-mtp", "speculate_max_draft_token_num": 1},
+        [
+            'draft_model_quant_type="a8w8_fp8" -> quantization="fp8"',
+            "note: BLOCK_RATIO=0.25: has no counterpart",
+            "note: BLOCK_BS=32: has no counterpart: it sizes the KV cache",
+        ],
+    ),
+    (
+        PADDLENLP_SCRIPT,
+        2,
+        "vllm serve deepseek-ai/DeepSeek-R1-FP8 --max-model-len 8192 --dtype bfloat16 --quantization fp8",
+        {"dialect": "paddlenlp", "speculate_method": "mtp"}
+        | {"draft_model_name_or_path": "deepseek-ai/DeepSeek-R1-MTP-FP8", "draft_model_quant_type": "a8w8_fp8"}
+        | {"speculate_max_draft_token_num": 1, "return_full_hidden_states": 1},
+        [
+            "note: MODEL_TAG=deepseek-ai/DeepSeek-R1-FP8: is put in where the command names it",
+            "note: quant_type=a8w8_fp8 -> --quantization fp8",
+            "missing: ips=192.168.0.1,192.168.0.2: --master-addr must be written by hand",
+            "missing: gpus=0,1,2,3,4,5,6,7: --tensor-parallel-size must be written by hand",
+        ],
+    ),
+    (
+        PADDLENLP_SCRIPT.replace("-FP8", "").replace("a8w8_fp8", "weight_only_int8"),
+        2,
+        "vllm serve deepseek-ai/DeepSeek-R1 --max-model-len 8192 --dtype bfloat16 "
+        "--quantization int8_per_channel_weight_only",
+        {"dialect": "paddlenlp", "speculate_method": "mtp"}
+        | {"draft_model_name_or_path": "deepseek-ai/DeepSeek-R1-MTP", "draft_model_quant_type": "weight_only_int8"}
+        | {"speculate_max_draft_token_num": 1, "return_full_hidden_states": 1},
+        ['draft_model_quant_type="weight_only_int8" -> quantization="int8_per_channel_weight_only"'],
+    ),
+    (
+        RTP_VANILLA,
+        0,
+        "vllm serve /mnt/nas1/hf/Qwen-7B-Chat/ --tokenizer /mnt/nas1/dm/qwen_sp/qwen_tokenizer "
+        "--tensor-parallel-size 1 --enable-prefix-caching --port 26666",
+        {"dialect": "rtp_llm", "sp_type": "vanilla", "gen_num_per_cycle": 5, "sp_model_type": "qwen_1b8"}
+        | {"sp_checkpoint_path": "/mnt/nas1/hf/qwen_1b8_sft/"},
+        ["note: GEN_NUM_PER_CIRCLE=5 -> gen_num_per_cycle", 'sp_type="vanilla" -> method="draft_model"'],
+    ),
+    (
+        RTP_DETERMINISTIC,
+        0,
+        "vllm serve /models/qwen",
+        {"dialect": "rtp_llm", "sp_type": "deterministic", "gen_num_per_cycle": 128, "sp_min_token_match": 2}
+        | {"sp_max_token_match": 2},
+        ['sp_type="deterministic" -> method="naive"', "adaptive=false: RTP-LLM's defaults"],
+    ),
+    (
+        ASCEND,
+        0,
+        "vllm serve meta-llama/Meta-Llama-3.1-8B-Instruct --tensor-parallel-size 1",
+        {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+        ["an NPU refuses its keys"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "status", "words", "config", "said"), COMMANDS)
+@pytest.mark.parametrize("as_one_word", [True, False])
+def test_the_documents_commands(
+    command: str,
+    status: int,
+    words: str,
+    config: dict[str, Any],
+    said: list[str],
+    as_one_word: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rest = [command] if as_one_word else ["--", *shlex.split(command.replace("\\\n", " "))]
+    assert main(["migrate", *rest]) == status
+    out, err = capsys.readouterr()
+    assert out == f"VLLM_PLUGINS=specplus {words} --speculative-config {shlex.quote(json.dumps(config))}\n"
+    assert all(part in err for part in said), err
+    assert ("missing: " in err) == (status == 2)
+    # The engine takes what is printed.
+    assert main(["check", json.dumps(config)]) == 0
+
+
+def test_files_of_variables_and_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment, yaml = tmp_path / "env", tmp_path / "config.yaml"
+    environment.write_text('# MTP\nexport SPECULATE_METHOD="mtp"\nSPECULATE_MAX_DRAFT_TOKEN_NUM=2\nmodel_name=org/m\n')
+    assert main(["migrate", "--env", str(environment)]) == 0
+    config = {"dialect": "paddlenlp", "speculate_method": "mtp", "speculate_max_draft_token_num": 2}
+    assert capsys.readouterr().out.endswith(f"serve org/m --speculative-config {shlex.quote(json.dumps(config))}\n")
+    yaml.write_text("max_model_len: 32768\nmax_num_seqs: 96\nkv_cache_ratio: 0.5\ntensor_parallel_size: 4\n")
+    command = "python -m fastdeploy.entrypoints.openai.api_server --model org/m --max-num-seqs 8"
+    assert main(["migrate", "--yaml", str(yaml), command]) == 0
+    out, err = capsys.readouterr()
+    assert out == "vllm serve org/m --max-model-len 32768 --max-num-seqs 8 --tensor-parallel-size 4\n"
+    assert "note: kv_cache_ratio=0.5: has no counterpart" in err
+
+
+@pytest.mark.parametrize("off", ["SPECULATE_METHOD=None", "SP_TYPE=none", "SP_TYPE=''"])
+def test_no_speculation(off: str, capsys: pytest.CaptureFixture[str]) -> None:
+    system, model = ("PaddleNLP", "model_name") if "SPECULATE" in off else ("RTP-LLM", "CHECKPOINT_PATH")
+    assert main(["migrate", "--from", system, f"{off} {model}=org/m program"]) == 0
+    assert capsys.readouterr().out == "vllm serve org/m\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["program --x 3"], "nothing tells the system: add --from"),
+        (["python -m rtp_llm.start_server --checkpoint_path 'x"], "cannot read the command"),
+        (["--env", "/nowhere"], "cannot read /nowhere"),
+        (
+            ["python -m rtp_llm.start_server --checkpoint_path x --new_flag 3"],
+            "missing: new_flag=3: is no known option",
+        ),
+        (["python -m rtp_llm.start_server --tp_size 3"], "missing: the model is not named"),
+        (
+            ["python -m rtp_llm.start_server --checkpoint_path x --sp_type oracle"],
+            "missing: speculative_config: sp_type",
+        ),
+        (["python -m fastdeploy.x --model m --speculative-config '{'"], "malformed JSON"),
+    ],
+)
+def test_what_cannot_be_migrated(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_option_says_what_becomes_of_it() -> None:
+    for option in OPTIONS.values():
+        assert option.target or option.why or option.kind == "model"

@@ -1,0 +1,107 @@
+"""What the adaptive drafter asks of the sources and tells the arbiter."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tests.proposers.reference import make_history
+from vllm_specplus.proposers import _arbiter
+from vllm_specplus.proposers.adaptive import AdaptiveDrafter
+from vllm_specplus.proposers.arbiter import Prices
+from vllm_specplus.proposers.history import History
+
+_ROOT = Path(__file__).parents[2]
+STEPS = 3
+
+
+def make_drafter() -> AdaptiveDrafter:
+    return AdaptiveDrafter({}, max_num_reqs=4, num_model_steps=STEPS, num_speculative_tokens=4)
+
+
+def history(**texts: list[int]) -> History:
+    return make_history(texts, 32)
+
+
+def trials(drafter: AdaptiveDrafter) -> int:
+    return int(drafter.arbiter.table.trials.sum() - _arbiter.PRIOR_TRIALS * _arbiter.NUM_KEYS)
+
+
+def test_drafts_inside_a_prompt_are_not_judged() -> None:
+    """The draft model goes on from a token of the prompt there, and the first token of the output comes much later."""
+    drafter, drafted = make_drafter(), np.full((1, STEPS), 7)
+    for text, limit in (([1, 2, 3], 0), ([1, 2, 3, 9], 4)):
+        drafter.plan(history(a=text), np.array([limit]), [None])
+        assert trials(drafter) == 0
+        drafter.draft(history(a=text), np.array([limit]), drafted)
+    drafter.plan(history(a=[1, 2, 3, 9, 8]), np.array([4]), [None])
+    assert trials(drafter) == _arbiter.TRIAL
+
+
+def test_one_pass_is_made_where_no_request_may_draft() -> None:
+    """The draft model's cache has to keep up; later passes would serve nobody."""
+    drafter = make_drafter()
+    texts = history(a=[1, 2, 3], b=[1])
+    assert drafter.plan(texts, np.array([0, 0]), [None, None]) == 1
+    drafter.draft(texts, np.array([0, 0]), np.full((2, 1), 7))
+    assert drafter.plan(texts, np.array([0, 2]), [None, None]) == STEPS
+
+
+def test_a_request_that_allows_no_drafts_is_asleep_from_the_start() -> None:
+    drafter = make_drafter()
+    assert drafter.plan(history(a=[1]), np.array([0]), [None], without_drafts=["a", "stranger"]) == 0
+    assert drafter.is_asleep(["a"])
+    assert drafter.plan(history(a=[1], b=[1]), np.array([0, 4]), [None, None], without_drafts=["a"]) == STEPS
+    assert not drafter.is_asleep(["b"])
+
+
+def test_passes_are_divided_among_the_requests_that_they_draft_for() -> None:
+    """So one that is in its prompt, as the second is here, pays nothing, and leaves nothing unpaid."""
+
+    def credit_of_first(**texts: list[int]) -> int:
+        drafter = make_drafter()
+        drafter.set_prices(Prices(0.02, 1.0, 0.3, 0.3))
+        limits = np.array([4, 0][: len(texts)])
+        passes = drafter.plan(history(**texts), limits, [None] * len(texts))
+        drafter.draft(history(**texts), limits, np.full((len(texts), passes), 7))
+        return int(drafter.arbiter._credits[drafter.arbiter._rows[0]])
+
+    assert credit_of_first(a=[1], b=[2, 3]) == credit_of_first(a=[1])
+
+
+def test_offers_to_a_request_whose_name_begins_anew_are_withdrawn() -> None:
+    """A session goes on under its name with more text. What its model has earned it stays."""
+    drafter = make_drafter()
+    for text in ([1], [1, 2]):
+        drafter.plan(history(a=text), np.array([4]), [None])
+        drafter.draft(history(a=text), np.array([4]), np.full((1, STEPS), 7))
+    before = trials(drafter)
+    credit = drafter.arbiter._credits.copy()
+    drafter.withdraw(["a", "stranger"])
+    drafter.plan(history(a=[1, 2, 5, 5, 5]), np.array([4]), [None])
+    assert trials(drafter) == before > 0
+    np.testing.assert_array_equal(drafter.arbiter._credits, credit)
+
+
+def test_the_first_step_compiles_nothing() -> None:
+    """Otherwise a step's time, and that of its passes, would be that of the compiler."""
+    code = """
+import numpy as np
+from tests.proposers.test_adaptive import STEPS, history, make_drafter
+from vllm_specplus.proposers import _arbiter
+
+def compiled():
+    calls = _arbiter.begin_step, _arbiter.offer, _arbiter.plan, _arbiter.offer_model, _arbiter.choose_and_settle
+    return [len(function.signatures) for function in calls]
+
+drafter = make_drafter()
+assert compiled() == [1] * 5
+for dtype in (np.int32, np.int64):
+    drafter.plan(history(a=[1, 2]), np.array([4]), [None])
+    drafter.draft(history(a=[1, 2]), np.array([4]), np.full((1, STEPS), 7, dtype))
+no_tokens, length = np.zeros((1, 4), np.int32), np.zeros(1, np.int32)
+drafter.arbiter.offer(0, no_tokens, length, length)
+assert compiled() == [1] * 5
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=_ROOT, check=True)

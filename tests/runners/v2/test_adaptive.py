@@ -1,0 +1,193 @@
+"""The arbiter's accounts on Model Runner V2; the tests play its steps, and the kernels choose."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runners.test_live_requests import model_config
+from tests.runners.test_step_prices import Group
+from tests.runners.v2.suffix_engine import Event
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.proposers.arbiter import Prices
+from vllm_specplus.runners import step_prices
+from vllm_specplus.runners.v2 import requests as v2_requests
+from vllm_specplus.runners.v2.drafting import Drafting
+
+pytestmark = pytest.mark.interpreter
+
+MAX_LEN = 96
+WIDTH, NUM_STEPS = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def events(monkeypatch):
+    Event.install(monkeypatch)
+    group = SimpleNamespace(rank_in_group=0)
+    monkeypatch.setattr(v2_requests, "get_tp_group", lambda: group)
+    monkeypatch.setattr(step_prices, "get_tp_group", Group)
+
+
+class Engine:
+    """Requests in the places of a Model Runner V2, and a hybrid's drafting; the model is never right.
+
+    Args:
+        price: of a pass, in tokens.
+    """
+
+    def __init__(self, *, is_async: bool = True, price: float = 0.5):
+        options = SpecPlusOptions(
+            method="mtp",
+            mtp_strategy="with_ngram",
+            num_speculative_tokens=WIDTH,
+            num_model_steps=NUM_STEPS,
+            adaptive=True,
+        )
+        config = SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                specplus=options,
+                num_speculative_tokens=WIDTH,
+                draft_sample_method="greedy",
+                enable_adaptive_verification=False,
+            ),
+            scheduler_config=SimpleNamespace(max_num_seqs=4, async_scheduling=is_async),
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+            model_config=model_config(MAX_LEN),
+        )
+        self.token_ids = torch.ones(4, MAX_LEN, dtype=torch.int32)
+        self.total_len = torch.full((4,), MAX_LEN, dtype=torch.int32)
+        states = SimpleNamespace(
+            all_token_ids=SimpleNamespace(gpu=self.token_ids), total_len=SimpleNamespace(gpu=self.total_len)
+        )
+        self.drafting = Drafting(config, torch.device("cpu"), states)
+        prices = Prices(0.02, 1.0, price, price)
+        self.emitted: list[int] = []
+        self.drafting.requests.prices.agree = lambda num_reqs: prices
+        self.drafting.requests.prices.add_tokens = self.emitted.append
+        self.places: dict[str, int] = {}
+
+    def schedule(self, ended: Iterable[str] = ()) -> None:
+        """Begin a step; requests take and leave their places later."""
+        output = SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(num_reqs=1),
+            scheduled_spec_decode_tokens={},
+            num_scheduled_tokens={},
+            total_num_scheduled_tokens=0,
+            finished_req_ids=set(ended),
+        )
+        self.drafting.requests.before_step(output)
+
+    def add(self, req_id: str, index: int) -> None:
+        self.places[req_id], self.total_len[index] = index, 1
+        self.drafting.begin(req_id, index, 1, [1])
+
+    def remove(self, req_id: str) -> None:
+        """Take a request's place: it has ended, is preempted, or is about to be added again."""
+        self.drafting.end(req_id, self.places.pop(req_id))
+
+    def credits(self, index: int) -> int:
+        return int(self.drafting._slot_filler._state.credits[index])
+
+    def step(self, *req_ids: str, width: int = WIDTH, prefills: Iterable[str] = ()) -> int:
+        """Run a step that brings each of these requests a token; returns the passes of the draft model."""
+        self.schedule()
+        indices = [self.places[req_id] for req_id in (*req_ids, *prefills)]
+        num_sampled = torch.tensor([1] * len(req_ids) + [0] * len(list(prefills)), dtype=torch.int32)
+        self.total_len[indices] += num_sampled
+        batch = SimpleNamespace(
+            req_ids=[*req_ids, *prefills],
+            num_reqs=len(indices),
+            idx_mapping=torch.tensor(indices),
+            idx_mapping_np=np.array(indices, np.intp),
+        )
+        with self.drafting.passes(batch, min(NUM_STEPS, width)) as num_passes:
+            drafts = None if num_passes is None else torch.full((len(indices), num_passes), 7)
+        self.drafting.fill(batch, drafts, num_sampled, width)
+        return num_passes or 0
+
+    def passes(self, num_steps: int, *req_ids: str, **step: int) -> list[int]:
+        return [self.step(*req_ids, **step) for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_model_that_brings_nothing_in_steps_without_slots_sleeps(is_async):
+    """The first pass is made all the same, while a request is awake: the draft model has to keep up with the text."""
+    engine = Engine(is_async=is_async)
+    engine.add("a", 0)
+    passes = engine.passes(16, "a", width=0)
+    assert passes[:3] == [1, 1, 1]
+    assert passes[10:] == [0] * 6
+    # So it stays where there are slots again.
+    assert engine.step("a") == 0
+
+
+def test_a_pass_over_a_prompt_is_not_paid_for_by_its_request():
+    engine = Engine()
+    engine.add("a", 0)
+    assert [engine.step(width=0, prefills=["a"]) for _ in range(12)] == [1] * 12
+
+
+def test_tokens_count_in_the_step_that_brings_them():
+    """Steps without slots lie between steps with slots."""
+    engine = Engine(is_async=False)
+    engine.add("a", 0)
+    for width in (WIDTH, 0, 0, 0, WIDTH, WIDTH):
+        engine.step("a", width=width)
+    assert engine.emitted == [0, 1, 1, 1, 1]
+
+
+def asleep(engine: Engine, *req_ids: str) -> None:
+    """Let the requests spend what they have."""
+    engine.passes(8, *req_ids, width=0)
+    assert engine.step(*req_ids, width=0) == 0
+
+
+def test_a_request_that_sleeps_does_so_in_its_next_place_too():
+    """It comes back after a preemption, or with the next prompt of its session; its draft cache has gaps by then."""
+    engine = Engine()
+    engine.add("a", 0)
+    asleep(engine, "a")
+    engine.schedule()
+    engine.remove("a")
+    engine.add("b", 0)
+    assert all(engine.passes(3, "b"))
+    engine.add("a", 3)
+    assert engine.passes(3, "a") == [0, 0, 0]
+    assert engine.step("a", "b") > 0
+
+
+def test_a_request_that_is_awake_keeps_its_credit():
+    engine = Engine()
+    engine.add("a", 0)
+    assert engine.passes(2, "a", width=0) == [1, 1]
+    credits = engine.credits(0)
+    engine.schedule()
+    engine.remove("a")
+    assert engine.credits(0) == credits
+    engine.add("a", 1)
+    assert engine.credits(1) == credits
+    asleep(engine, "a")
+
+
+@pytest.mark.parametrize("ends", ["in its place", "while it waits", "before it is added again"])
+def test_a_request_that_has_ended_leaves_nothing_to_the_next_of_its_name(ends):
+    engine = Engine()
+    engine.add("a", 0)
+    asleep(engine, "a")
+    if ends == "while it waits":
+        engine.schedule()
+        engine.remove("a")
+        engine.schedule(ended=["a"])
+        engine.schedule()
+    else:
+        engine.schedule(ended=["a"])
+        engine.remove("a")
+        if ends == "in its place":
+            engine.schedule()
+    engine.drafting._slot_filler._account.add(4 << 16)
+    engine.add("a", 1)
+    assert engine.step("a", width=0) == 1
+    assert not engine.drafting.requests._kept

@@ -1,0 +1,84 @@
+"""`race_kernel` reads each row that is still to be sampled once more, and lists the groups that may hold the sample.
+
+A sample is the token of the best z + noise. The best of tokens that have a mass m together is nearly always above
+log(m) - `_MARGIN`, and few tokens are. The noise of a token is at most -log(u), and u is cheap. So all tokens that may
+be above are found without a logarithm.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_specplus.kernels.verify.arguments import (
+    NUM_PLAN_FLOATS,
+    NUM_PLAN_INTS,
+    PLAN_ACCEPTS,
+    PLAN_MAX,
+    PLAN_NUM_LISTED,
+    PLAN_REQUEST,
+    PLAN_SHARE,
+    PLAN_TOKEN,
+    REJECTION,
+    block_tokens,
+    rows_of,
+    temperature_of,
+)
+from vllm_specplus.kernels.verify.noise import least_uniform
+from vllm_specplus.kernels.verify.nucleus import LOG2_E, NEG_INF
+
+# The best of all is below with a probability of exp(-exp(3)), 2e-9.
+MARGIN = tl.constexpr(3.0)
+# Relative to a unit, and to the largest z: more than the rounding of a bound and of a score.
+SLACK, SLACK_OF_Z = tl.constexpr(2.0**-9), tl.constexpr(2.0**-20)
+
+
+@triton.jit
+def run_of(plans, start, num_rows, ALL_SLOTS: tl.constexpr):
+    """How many drafts of a request are accepted before the first that is not: int32."""
+    slots = tl.arange(0, ALL_SLOTS)
+    p_accepts = plans.ints_ptr + (start + slots) * NUM_PLAN_INTS + PLAN_ACCEPTS
+    accepts = tl.load(p_accepts, mask=slots < num_rows - 1, other=0)
+    return tl.min(tl.where(accepts > 0, ALL_SLOTS, slots), axis=0)
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def race_kernel(
+    logits,  # Logits
+    rows,  # Rows
+    temperature_ptr,  # [num_reqs] float32
+    keys,  # NoiseKeys
+    groups,  # out: Groups, lists of the rows that are sampled
+    plans,  # Plans, out: how many groups are listed
+    max_rows,
+    EACH_ROW: tl.constexpr,
+    ALL_SLOTS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+):
+    """Grid (num_rows, num_blocks) if EACH_ROW; else (num_reqs, num_blocks), for the row after the accepted drafts."""
+    i_block = tl.program_id(1)
+    i_row = tl.program_id(0).to(tl.int64)
+    if not EACH_ROW:
+        start, num_rows = rows_of(rows, i_row, max_rows)
+        if num_rows == 0:
+            return
+        i_row = start + run_of(plans, start, num_rows, ALL_SLOTS)
+    p_floats, p_ints = plans.floats_ptr + i_row * NUM_PLAN_FLOATS, plans.ints_ptr + i_row * NUM_PLAN_INTS
+    if tl.load(p_ints + PLAN_TOKEN) >= 0:
+        return
+    i_req = tl.load(p_ints + PLAN_REQUEST)
+    temperature, _ = temperature_of(temperature_ptr, i_req, REJECTION)
+    max_logit = tl.load(p_floats + PLAN_MAX)
+    slack = SLACK + SLACK_OF_Z * tl.abs(max_logit / temperature)
+    least = (MARGIN + slack) * LOG2_E - tl.load(p_floats + PLAN_SHARE)
+
+    numbers, tokens = block_tokens(i_block, BLOCK_GROUPS)
+    # NaN and infinities need no care: no comparison with NaN holds.
+    values = tl.load(logits.ptr + i_row * logits.stride + tokens, mask=tokens < logits.vocab_size, other=NEG_INF)
+    seed, position = tl.load(keys.seeds_ptr + i_req), tl.load(keys.positions_ptr + i_row)
+    bound = tl.exp2((values.to(tl.float32) - max_logit) * (LOG2_E / temperature) + least)
+    closest = tl.min(least_uniform(seed, position, tokens) - bound, axis=1)
+    listed = ((closest <= 1.0) & (numbers < groups.num_groups)).to(tl.int32)
+    num_listed = tl.sum(listed, axis=0)
+    if num_listed > 0:
+        first = tl.atomic_add(p_ints + PLAN_NUM_LISTED, num_listed)
+        at = first + tl.cumsum(listed, axis=0) - 1
+        tl.store(groups.list_ptr + i_row * groups.num_groups + at, numbers, mask=listed > 0)

@@ -1,0 +1,57 @@
+"""Refuses the plugin's fields at the top level of an HTTP request that no middleware has read.
+
+vLLM keeps the unknown fields of a body and reads none of them. `PredictedOutputs` takes the plugin's out before vLLM
+sees the body. Without it they would be ignored, and the client would not know.
+"""
+
+import functools
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from vllm_specplus.requests.body import take_options
+from vllm_specplus.requests.options import RequestError
+from vllm_specplus.requests.refusal import RefusedRequestError
+
+_ORIGINAL = "specplus_original"
+
+
+def check_unread_fields(fields: dict[str, Any]) -> None:
+    """Check the fields of a body that vLLM does not know.
+
+    OpenAI's ``prediction`` is a hint that a server may ignore, so it passes. So do values that ask for nothing.
+
+    Raises:
+        RefusedRequestError: one of them is the plugin's.
+    """
+    fields = {name: value for name, value in fields.items() if name != "prediction"}
+    try:
+        options = take_options(fields, {})
+    except RequestError as error:
+        raise RefusedRequestError(str(error), parameter=error.field) from None
+    if options is not None:
+        field = options.stated_keys[0]
+        raise RefusedRequestError(
+            f"{field} is not allowed: no middleware has read it. vllm_specplus.requests.PredictedOutputs does so for "
+            "chat completions and completions: start the server with VLLM_PLUGINS=specplus",
+            parameter=field,
+        )
+
+
+def refuse_unread_fields() -> None:
+    """Have vLLM's server check each request's unknown fields; a second call changes nothing."""
+    for request_class in (ChatCompletionRequest, CompletionRequest):
+        original = request_class.to_sampling_params
+        if not hasattr(original, _ORIGINAL):
+            request_class.to_sampling_params = _checking(original)
+
+
+def _checking(original: Any) -> Any:
+    @functools.wraps(original)
+    def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
+        check_unread_fields(request.model_extra or {})
+        return original(request, *args, **kwargs)
+
+    setattr(to_sampling_params, _ORIGINAL, original)
+    return to_sampling_params
