@@ -9,9 +9,10 @@ has its state. S is the most passes, C the number of chains, K the number of slo
 
 from typing import NamedTuple
 
+import numba as nb
 import numpy as np
 
-from vllm_specplus.proposers._numba import compiled
+from vllm_specplus.proposers._numba import compiled, to_pointer
 from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, UNFILLED
 
 SHIFT = 16
@@ -503,139 +504,167 @@ def settle(
     return total
 
 
-# What Python calls. These take plain arrays, since a tuple of arrays costs each call two microseconds.
+# What Python calls. A call unpacks each of its arrays in a third of a microsecond, so the state travels as addresses.
+
+
+def to_addresses(
+    offer_positions: np.ndarray,
+    credits: np.ndarray,
+    offers: Offers,
+    table: Table,
+    record: Record,
+    gains: Gains,
+    prices: np.ndarray,
+) -> np.ndarray:
+    """The state of an arbiter as the functions below take it: [n] int64, where its arrays lie, and their sizes.
+
+    Args:
+        offer_positions: [R] int64, where in its text each request's offers begin.
+        credits: [R] int64.
+        offers, table, record, gains: as their classes say. All arrays are C-contiguous, and live as long as the result.
+        prices: [S] int64, of each pass.
+    """
+    arrays = offer_positions, credits, *offers[:-1], *table, *record, *gains, prices
+    (num_rows, num_passes), (num_chains, num_slots) = offers.model.shape, offers.chains.shape[1:]
+    sizes = num_rows, num_passes, num_chains, num_slots, offers.is_blind
+    return np.array([*(array.ctypes.data for array in arrays), *sizes], np.int64)
+
+
+_OFFER_POSITIONS, _CREDITS, _OFFERS = 0, 1, 2
+_TABLE = _OFFERS + len(Offers._fields) - 1
+_RECORD = _TABLE + len(Table._fields)
+_GAINS = _RECORD + len(Record._fields)
+_PRICES = _GAINS + len(Gains._fields)
+_SIZES = _PRICES + 1
+
+
+@compiled(forceinline=True)
+def _per_request(state: np.ndarray, which: int) -> np.ndarray:
+    """An array of the state with an int64 for each row."""
+    return nb.carray(to_pointer(state[which]), state[_SIZES], np.int64)
+
+
+@compiled(forceinline=True)
+def _offers_in(state: np.ndarray) -> Offers:
+    num_rows, num_passes, num_chains, num_slots = state[_SIZES], state[_SIZES + 1], state[_SIZES + 2], state[_SIZES + 3]
+    return Offers(
+        nb.carray(to_pointer(state[_OFFERS]), (num_rows, num_passes), np.int32),
+        nb.carray(to_pointer(state[_OFFERS + 1]), num_rows, np.int64),
+        nb.carray(to_pointer(state[_OFFERS + 2]), (num_rows, num_chains, num_slots), np.int32),
+        nb.carray(to_pointer(state[_OFFERS + 3]), (num_rows, num_chains), np.int32),
+        nb.carray(to_pointer(state[_OFFERS + 4]), (num_rows, num_chains), np.int32),
+        nb.carray(to_pointer(state[_OFFERS + 5]), num_chains, np.int64),
+        nb.carray(to_pointer(state[_OFFERS + 6]), num_chains, np.int64),
+        state[_SIZES + 4] != 0,
+    )
+
+
+@compiled(forceinline=True)
+def _table_in(state: np.ndarray) -> Table:
+    return Table(
+        nb.carray(to_pointer(state[_TABLE]), NUM_KEYS, np.int64),
+        nb.carray(to_pointer(state[_TABLE + 1]), NUM_KEYS, np.int64),
+        nb.carray(to_pointer(state[_TABLE + 2]), NUM_KEYS, np.int64),
+        nb.carray(to_pointer(state[_TABLE + 3]), NUM_KEYS, np.int64),
+        nb.carray(to_pointer(state[_TABLE + 4]), NUM_KEYS, np.int64),
+        nb.carray(to_pointer(state[_TABLE + 5]), NUM_KEYS, np.int64),
+    )
+
+
+@compiled(forceinline=True)
+def _record_in(state: np.ndarray) -> Record:
+    shape = state[_SIZES], REFERENCE + 1
+    return Record(
+        nb.carray(to_pointer(state[_RECORD]), shape, np.int64),
+        nb.carray(to_pointer(state[_RECORD + 1]), shape, np.int64),
+    )
+
+
+@compiled(forceinline=True)
+def _gains_in(state: np.ndarray) -> Gains:
+    shape = NUM_LENGTHS, state[_SIZES + 1]
+    return Gains(
+        nb.carray(to_pointer(state[_GAINS]), shape, np.int64),
+        nb.carray(to_pointer(state[_GAINS + 1]), shape, np.int64),
+        nb.carray(to_pointer(state[_GAINS + 2]), NUM_LENGTHS, np.int64),
+    )
+
+
+@compiled(forceinline=True)
+def _prices_in(state: np.ndarray) -> np.ndarray:
+    return nb.carray(to_pointer(state[_PRICES]), state[_SIZES + 1], np.int64)
 
 
 @compiled()
-def begin_step(
-    token_ids: np.ndarray,
-    num_tokens: np.ndarray,
-    rows: np.ndarray,
-    offer_positions: np.ndarray,
-    model: np.ndarray,
-    passes: np.ndarray,
-    chains: np.ndarray,
-    lengths: np.ndarray,
-    agreed: np.ndarray,
-    starts: np.ndarray,
-    sources: np.ndarray,
-    is_blind: bool,
-    new_hits: np.ndarray,
-    new_trials: np.ndarray,
-    hits: np.ndarray,
-    trials: np.ndarray,
-    misses: np.ndarray,
-    chances: np.ndarray,
-    expected: np.ndarray,
-    record_hits: np.ndarray,
-) -> int:
+def begin_step(state: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray, rows: np.ndarray) -> int:
     """Judge the last step's offers, take them away, and return how many tokens have come since."""
-    offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
-    table = Table(new_hits, new_trials, hits, trials, misses, chances)
-    num_new = judge(token_ids, num_tokens, rows, offer_positions, offers, table, Record(expected, record_hits))
+    offers, table = _offers_in(state), _table_in(state)
+    positions = _per_request(state, _OFFER_POSITIONS)
+    num_new = judge(token_ids, num_tokens, rows, positions, offers, table, _record_in(state))
     update_chances(table)
-    for row in rows:
-        lengths[row] = 0
-        passes[row] = 0
+    for i in range(len(rows)):
+        row = rows[i]
+        offers.passes[row] = 0
+        for c in range(len(offers.starts)):
+            offers.lengths[row, c] = 0
     return num_new
 
 
 @compiled()
 def offer(
-    rows: np.ndarray,
-    c: int,
-    token_ids: np.ndarray,
-    num_tokens: np.ndarray,
-    match_len: np.ndarray,
-    chains: np.ndarray,
-    lengths: np.ndarray,
-    agreed: np.ndarray,
+    state: np.ndarray, rows: np.ndarray, c: int, token_ids: np.ndarray, num_tokens: np.ndarray, match_len: np.ndarray
 ) -> None:
     """Offer a chain to each request; see `Arbiter.offer`."""
+    offers = _offers_in(state)
     for i in range(len(rows)):
         row, length = rows[i], num_tokens[i]
-        chains[row, c, :length] = token_ids[i, :length]
-        lengths[row, c], agreed[row, c] = length, match_len[i]
+        for n in range(length):
+            offers.chains[row, c, n] = token_ids[i, n]
+        offers.lengths[row, c], offers.agreed[row, c] = length, match_len[i]
 
 
 @compiled()
-def offer_model(
-    rows: np.ndarray,
-    limits: np.ndarray,
-    model_drafts: np.ndarray,
-    credits: np.ndarray,
-    model: np.ndarray,
-    passes: np.ndarray,
-) -> None:
+def offer_model(state: np.ndarray, rows: np.ndarray, limits: np.ndarray, model_drafts: np.ndarray) -> None:
     """Offer the model's drafts; see `Arbiter.offer_model`."""
+    offers, credits = _offers_in(state), _per_request(state, _CREDITS)
     num_passes = model_drafts.shape[1]
     for i in range(len(rows)):
-        if credits[rows[i]] != ASLEEP and limits[i] > 0:
-            model[rows[i], :num_passes] = model_drafts[i]
-            passes[rows[i]] = num_passes
+        row = rows[i]
+        if credits[row] != ASLEEP and limits[i] > 0:
+            for place in range(num_passes):
+                offers.model[row, place] = model_drafts[i, place]
+            offers.passes[row] = num_passes
 
 
 @compiled()
-def plan(
-    rows: np.ndarray,
-    limits: np.ndarray,
-    model: np.ndarray,
-    passes: np.ndarray,
-    chains: np.ndarray,
-    lengths: np.ndarray,
-    agreed: np.ndarray,
-    starts: np.ndarray,
-    sources: np.ndarray,
-    is_blind: bool,
-    credits: np.ndarray,
-    sums: np.ndarray,
-    trials: np.ndarray,
-    steps_since_all: np.ndarray,
-    prices: np.ndarray,
-) -> int:
+def plan(state: np.ndarray, rows: np.ndarray, limits: np.ndarray) -> int:
     """How many passes of the draft model to make; see `plan_passes`."""
-    offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
-    return plan_passes(rows, limits, offers, credits, Gains(sums, trials, steps_since_all), prices)
+    credits = _per_request(state, _CREDITS)
+    return plan_passes(rows, limits, _offers_in(state), credits, _gains_in(state), _prices_in(state))
 
 
 @compiled()
 def choose_and_settle(
+    state: np.ndarray,
     num_tokens: np.ndarray,
     rows: np.ndarray,
-    offer_positions: np.ndarray,
     limits: np.ndarray,
-    model: np.ndarray,
-    passes: np.ndarray,
-    chains: np.ndarray,
-    lengths: np.ndarray,
-    agreed: np.ndarray,
-    starts: np.ndarray,
-    sources: np.ndarray,
-    is_blind: bool,
-    chances: np.ndarray,
-    expected: np.ndarray,
-    record_hits: np.ndarray,
     slot_price: int,
+    step_price: int,
+    most_credit: int,
     token_ids: np.ndarray,
     num_drafts: np.ndarray,
     num_model: np.ndarray,
     source: np.ndarray,
-    credits: np.ndarray,
-    sums: np.ndarray,
-    trials: np.ndarray,
-    steps_since_all: np.ndarray,
-    prices: np.ndarray,
-    step_price: int,
-    most_credit: int,
 ) -> int:
     """Choose the drafts, enter what the passes have earned, and return that; see `choose` and `settle`."""
-    offers = Offers(model, passes, chains, lengths, agreed, starts, sources, is_blind)
-    values = np.empty((len(rows), model.shape[1] + 1), np.int64)
+    offers, positions = _offers_in(state), _per_request(state, _OFFER_POSITIONS)
+    values = np.empty((len(rows), offers.model.shape[1] + 1), np.int64)
     chosen = Chosen(token_ids, num_drafts, num_model, source, values, np.empty(token_ids.shape, np.int64))
-    choose(rows, limits, offers, Beliefs(chances, Record(expected, record_hits)), slot_price, chosen)
+    choose(rows, limits, offers, Beliefs(_table_in(state).chances, _record_in(state)), slot_price, chosen)
     for i in range(len(rows)):
-        offer_positions[rows[i]] = num_tokens[i]
-    if model.shape[1] == 0:
+        positions[rows[i]] = num_tokens[i]
+    if offers.model.shape[1] == 0:
         return 0
-    gains = Gains(sums, trials, steps_since_all)
+    credits, gains, prices = _per_request(state, _CREDITS), _gains_in(state), _prices_in(state)
     return settle(rows, offers, values, credits, gains, prices, step_price, most_credit)

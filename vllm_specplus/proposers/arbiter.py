@@ -212,6 +212,16 @@ class Arbiter:
             np.zeros(by_length, np.int64), np.zeros(by_length, np.int64), np.zeros(_arbiter.NUM_LENGTHS, np.int64)
         )
         self._credits = np.zeros(max_num_reqs, np.int64)
+        self._pass_prices = np.zeros(num_model_steps, np.int64)
+        self._state = _arbiter.to_addresses(
+            self._offer_positions,
+            self._credits,
+            self._offers,
+            self.table,
+            self._record,
+            self._gains,
+            self._pass_prices,
+        )
         self._account = CommonAccount()
         self._prices: Prices | None = None
         self.set_prices(Prices(0.0, 1.0))
@@ -238,6 +248,7 @@ class Arbiter:
         self._prices = prices
         self._account.charge(prices)
         self._scaled = ScaledPrices.of(prices, self.num_model_steps)
+        self._pass_prices[:] = self._scaled.passes
 
     def begin_step(self, history: History, without_drafts: Iterable[str] = ()) -> None:
         """Judge the last step's offers by the tokens that have come since, and make room for this step's.
@@ -257,15 +268,7 @@ class Arbiter:
             if (idle := self._state_rows.find(req_id)) is not None:
                 self._credits[idle] = ASLEEP
         self._num_tokens = np.ascontiguousarray(history.num_tokens[: len(self._rows)], np.int64)
-        num_new = self._compiled.begin_step(
-            history.token_ids,
-            self._num_tokens,
-            self._rows,
-            self._offer_positions,
-            *self._offers,
-            *self.table,
-            *self._record,
-        )
+        num_new = self._compiled.begin_step(self._state, history.token_ids, self._num_tokens, self._rows)
         self._account.add_tokens(num_new, len(self._rows), self._scaled.step)
 
     def offer(self, chain: int, token_ids: np.ndarray, lengths: np.ndarray, agreed: np.ndarray) -> None:
@@ -277,10 +280,7 @@ class Arbiter:
             lengths: [B] int32, tokens of each request's chain; 0 = none.
             agreed: [B] int32, how many tokens before it agree; 0 = it is a guess.
         """
-        offers = self._offers
-        self._compiled.offer(
-            self._rows, chain, token_ids, lengths, agreed, offers.chains, offers.lengths, offers.agreed
-        )
+        self._compiled.offer(self._state, self._rows, chain, token_ids, lengths, agreed)
 
     def plan_passes(self, limits: np.ndarray) -> int:
         """How many passes of the draft model to make, for all requests of the batch; chains of start 0 are offered.
@@ -288,8 +288,7 @@ class Arbiter:
         Args:
             limits: [B] int, the most drafts of each request.
         """
-        limits = np.ascontiguousarray(limits, np.int64)
-        return self._compiled.plan(self._rows, limits, *self._offers, self._credits, *self._gains, self._scaled.passes)
+        return self._compiled.plan(self._state, self._rows, np.ascontiguousarray(limits, np.int64))
 
     def is_asleep(self, req_ids: Sequence[str]) -> bool:
         """Whether each of these requests has given the draft model up."""
@@ -304,9 +303,8 @@ class Arbiter:
             limits: [B] int, the most drafts of each request. One that may not draft is offered nothing: in its prompt
                 the model has drafted tokens that are known.
         """
-        offers = self._offers
         drafts, limits = np.ascontiguousarray(model_drafts, np.int32), np.ascontiguousarray(limits, np.int64)
-        self._compiled.offer_model(self._rows, limits, drafts, self._credits, offers.model, offers.passes)
+        self._compiled.offer_model(self._state, self._rows, limits, drafts)
 
     def choose(self, limits: np.ndarray) -> Choice:
         """Choose the drafts of each request among what was offered.
@@ -320,23 +318,17 @@ class Arbiter:
         num_drafts, num_model = np.empty(num_reqs, np.int32), np.empty(num_reqs, np.int32)
         sources = np.empty(num_reqs, np.int64)
         profit = self._compiled.choose_and_settle(
+            self._state,
             self._num_tokens,
             self._rows,
-            self._offer_positions,
             limits,
-            *self._offers,
-            self.table.chances,
-            *self._record,
             self._scaled.slot,
+            self._scaled.step,
+            self._account.most_credit,
             token_ids,
             num_drafts,
             num_model,
             sources,
-            self._credits,
-            *self._gains,
-            self._scaled.passes,
-            self._scaled.step,
-            self._account.most_credit,
         )
         self._account.add(profit)
         return Choice(token_ids, num_drafts, num_model, sources)

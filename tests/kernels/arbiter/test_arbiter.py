@@ -178,8 +178,10 @@ class Pair:
         rows, _, idx_mapping = batch
         num_new = torch.tensor([1000])
         num_tokens = self.num_tokens[rows]
-        state = (*self.offers, *self.table, *self.record)
-        total = spec.begin_step(self.token_ids[rows], num_tokens, rows, self.offer_positions, *state)
+        prices = np.zeros(self.num_steps, np.int64)
+        groups = self.offers, self.table, self.record, self.gains
+        state = spec.to_addresses(self.offer_positions, self.credits, *groups, prices)
+        total = spec.begin_step(state, self.token_ids[rows], num_tokens, rows)
         judge_and_update(self.kernels, torch.from_numpy(self.token_ids), self.device_lengths(), idx_mapping, num_new)
         assert num_new.tolist() == [1000 + total]
         self.assert_same()

@@ -69,6 +69,9 @@ class Pair:
         self.credits = np.ones(self.num_rows, np.int64)
         self.credits[[self.rows[i] for i in asleep]] = spec.ASLEEP
         self.kernels.credits.copy_(torch.from_numpy(self.credits))
+        unused = np.zeros(0, np.int64)
+        groups = (spec.Table(*[unused] * 6), spec.Record(*[unused] * 2), spec.Gains(*[unused] * 3))
+        self.state = spec.to_addresses(unused, self.credits, self.offers, *groups, unused)
 
     def assert_same(self):
         for name, tensor in self.kernels.offers._asdict().items():
@@ -78,7 +81,7 @@ class Pair:
         rows = self.rows[self.is_request]
         model = self.model[self.is_request]
         limits = np.ones(len(rows), np.int64)
-        spec.offer_model(rows, limits, model, self.credits, self.offers.model, self.offers.passes)
+        spec.offer_model(self.state, rows, limits, model)
         strided = torch.full((len(self.texts), self.model.shape[1] + 3), -99)[:, 1 : self.model.shape[1] + 1]
         strided.copy_(torch.from_numpy(self.model))
         offer_model(self.kernels, self.idx_mapping, strided)
@@ -122,7 +125,7 @@ class Pair:
                 match = matcher.match(history, self.model[places, :start], np.maximum(limits - start, 0))
                 awake = self.offers.passes[rows] >= start
                 found = [array[awake] for array in (match.token_ids, match.num_tokens, match.match_len)]
-                spec.offer(rows[awake], chain, *found, *self.offers[2:5])
+                spec.offer(self.state, rows[awake], chain, *found)
 
     def chain(self, i, start):
         """Tokens and agreement of a chain of matches, as the kernels have it."""
@@ -246,7 +249,7 @@ def test_any_chain(dtype):
     pair.kernels.offers.passes.copy_(torch.from_numpy(pair.offers.passes))
     for chain in (0, 2):
         found = [array[pair.is_request] for array in (token_ids.numpy(), lengths, agreed)]
-        spec.offer(pair.rows[pair.is_request], chain, *found, *pair.offers[2:5])
+        spec.offer(pair.state, pair.rows[pair.is_request], chain, *found)
         given = torch.from_numpy(lengths), torch.from_numpy(agreed)
         offer_chain(pair.kernels, chain, pair.idx_mapping, token_ids, *given)
         pair.assert_same()
