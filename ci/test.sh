@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Installs, lints and runs every test on the vLLM of ci/constraints.txt, and the end-to-end tests marked `every_version`
-# on the other version below too. `--vllm VERSION` runs all end-to-end tests on that one of the two. Other arguments go to
-# pytest. With paths among them, only those are run. SPECPLUS_TEST_MODEL_STEPS and SPECPLUS_TEST_MODEL_SEED in the
+# Installs, lints and runs the tests on the vLLM of ci/constraints.txt, and the end-to-end tests marked `every_version` on
+# the other version below too. Tests marked `slow` are left out, but with `--all`. `--vllm VERSION` runs all end-to-end
+# tests on that one of the two. Other arguments go to pytest. With paths among them, only those are run, slow ones too.
+# SPECPLUS_TEST_MODEL_STEPS and SPECPLUS_TEST_MODEL_SEED in the
 # environment train another tiny model for them (270 steps and seed 0 otherwise); the tests pass with any.
 cd "$(dirname "$0")/.."
 source ci/setup.sh
@@ -9,9 +10,14 @@ installed=0.32 other=0.33
 # tests/compat reads the version from the folder's name.
 export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1 SPECPLUS_OTHER_VLLM="$PWD/.venv/vllm-$other"
 
-version=$installed
+version=$installed fast="not slow"
+if [[ ${1:-} == --all ]]; then
+  fast=
+  shift
+fi
 if [[ ${1:-} == --vllm ]]; then
   version=${2:?--vllm needs a version: $installed or $other}
+  fast=
   shift 2
   [[ $version == "$installed" || $version == "$other" ]] ||
     fail "--vllm $version is not allowed: $installed or $other"
@@ -32,10 +38,10 @@ run() {
   shift 3
   [[ $vllm == "$other" ]] && path+=("$SPECPLUS_OTHER_VLLM")
   case $kind in
-    v1) export VLLM_USE_V2_MODEL_RUNNER=0 ;;
-    v2) export VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 && path+=("$PWD/tests/triton_cpu") ;;
-    interpreter) export TRITON_INTERPRET=1 && select=(-m interpreter --ignore tests/e2e) ;;
-    none) select=(-m "not interpreter" --ignore tests/e2e) ;;
+    v1) export VLLM_USE_V2_MODEL_RUNNER=0 && select=(-m "$fast") ;;
+    v2) export VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 && path+=("$PWD/tests/triton_cpu") && select=(-m "$fast") ;;
+    interpreter) export TRITON_INTERPRET=1 && select=(-m "interpreter${fast:+ and $fast}" --ignore tests/e2e) ;;
+    none) select=(-m "not interpreter${fast:+ and $fast}" --ignore tests/e2e) ;;
   esac
   PYTHONPATH=$(IFS=: && echo "${path[*]}") pytest --junitxml "$reports/$name.xml" "${select[@]}" "$@" || result=$?
   # 5: the arguments selected nothing, as `-k` may do to one of several runs.
@@ -75,6 +81,7 @@ if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
     start "v2-on-$other" v2 "$other" tests/e2e/v2 -m every_version "${options[@]}"
   fi
 else
+  fast=
   ((${#v2[@]} == 0)) || start v2 v2 "$version" "${v2[@]}" "${options[@]}"
   ((${#v1[@]} == 0)) || start v1 v1 "$version" "${v1[@]}" "${options[@]}"
   if ((${#others[@]} > 0)); then

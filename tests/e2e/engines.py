@@ -76,9 +76,10 @@ PROPOSERS: dict[str, dict[str, Any]] = {
 }
 
 
-def marked(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
-    """Return names to parametrize a test by; those in `chosen` run on every supported vLLM."""
-    return [pytest.param(name, marks=pytest.mark.every_version if name in chosen else ()) for name in names]
+def marked(names: Iterable[str], chosen: Collection[str], slow: Collection[str] = ()) -> list[Any]:
+    """Return names to parametrize a test by: those in `chosen` run on every supported vLLM, those in `slow` seldom."""
+    marks = dict.fromkeys(chosen, pytest.mark.every_version) | dict.fromkeys(slow, pytest.mark.slow)
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 # A hybrid that chooses its drafts, where tests of fixed ways run it too. Who drafts depends on times.

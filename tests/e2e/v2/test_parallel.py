@@ -25,9 +25,9 @@ def a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("proposer", "more", "start", "parallel"),
     [
-        ("mtp_suffix", {}, engine, "tensor_parallel_size"),
+        pytest.param("mtp_suffix", {}, engine, "tensor_parallel_size", marks=pytest.mark.slow),
         ("mtp_suffix", {"adaptive": True}, engine, "tensor_parallel_size"),
-        ("mtp_ngram", {"adaptive": True}, async_engine, "tensor_parallel_size"),
+        pytest.param("mtp_ngram", {"adaptive": True}, async_engine, "tensor_parallel_size", marks=pytest.mark.slow),
         ("mtp_ngram", {"adaptive": True}, partial(async_engine, chooses_widths=True), "tensor_parallel_size"),
         # With synchronous scheduling vLLM cannot draft in a pipeline.
         ("mtp_ngram", {}, async_engine, "pipeline_parallel_size"),
@@ -70,6 +70,7 @@ def test_two_workers(
             assert first is None
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_agree_on_prices_draft_otherwise(trained: Path) -> None:
     """So `test_two_workers` would notice. A draft model's workers would wait for each other's passes for ever."""
     config = {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1, "adaptive": True}

@@ -13,13 +13,15 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from tests.e2e.engines import PROPOSERS, Engine, engine, marked, speculative
 from tests.e2e.v1.test_sampling import RULES as V1_RULES
-from tests.e2e.v1.test_sampling import SAMPLED, STRATEGIES, STRUCTURED
+from tests.e2e.v1.test_sampling import SAMPLED as V1_SAMPLED
+from tests.e2e.v1.test_sampling import STRATEGIES, STRUCTURED
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from vllm_specplus.runners.v2.samplers import StrategyRejectionSampler
 
 pytestmark = pytest.mark.interpreter
 
 TWO = FEW[:2]
+SAMPLED = V1_SAMPLED | {"max_tokens": 12}
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["ab", "abcd"]}, "ok": {"type": "boolean"}},
@@ -92,29 +94,29 @@ def test_logprobs(sampling: dict[str, Any], strategy: tuple[str, Engine]) -> Non
 def test_structured_output(strategy: tuple[str, Engine]) -> None:
     for sampling in ({}, SAMPLED):
         rules = {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80, "ignore_eos": False}
-        for result in strategy[1].generate(TWO, **rules, **sampling):
+        for result in strategy[1].generate(TWO, **sampling | rules):
             value = json.loads(result.outputs[0].text)
             assert value["name"] in ("ab", "abcd")
             assert isinstance(value["ok"], bool)
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("adaptive", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_structured_output_under_asynchronous_scheduling(adaptive: bool, trained: Path, draft: Path) -> None:
     """The scheduler checks drafts against the grammar, and no padding."""
     config = speculative("mtp_ngram", draft, verify_strategy="target_match", adaptive=adaptive)
     rules = {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80, "ignore_eos": False}
     with async_engine(trained, config, **STRUCTURED) as e:
-        for result in e.generate(TWO, **rules):
+        for result in e.generate(TWO[:1], **rules):
             assert json.loads(result.outputs[0].text)["name"] in ("ab", "abcd")
 
 
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
+@pytest.mark.parametrize("mode", ["processed_logprobs", pytest.param("raw_logits", marks=pytest.mark.slow)])
 def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
     """The logprobs are those of the stock engine, whose text `target_match` gives."""
     values = []
     for config in (None, speculative("mtp_ngram", draft, verify_strategy="target_match")):
         with engine(trained, config, logprobs_mode=mode) as e:
-            results = e.generate(TWO, logprobs=0, **SAMPLED, max_tokens=12)
+            results = e.generate(TWO, logprobs=0, **SAMPLED)
         values.append(
             [
                 row[token].logprob
@@ -164,7 +166,7 @@ def test_sampling_masks(trained: Path, draft: Path) -> None:
     replay = {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
     for config in (None, speculative("mtp_ngram", draft, verify_strategy="target_match")):
         with engine(trained, config, **replay) as e:
-            outputs = [r.outputs[0] for r in e.generate(TWO, **SAMPLED | {"top_k": 8, "max_tokens": 16})]
+            outputs = [r.outputs[0] for r in e.generate(TWO, **SAMPLED | {"top_k": 8})]
         found.append([(list(o.token_ids), o.sampling_mask.token_ids) for o in outputs])
     assert found[0] == found[1]
     for token_ids, masks in found[1]:
@@ -176,7 +178,9 @@ def test_sampling_masks(trained: Path, draft: Path) -> None:
 WITH_TRAINED = sorted(PROPOSERS.keys() - {"naive", "mtp_ngram", "eagle_ngram"})
 
 
-@pytest.mark.parametrize("proposer", marked(WITH_TRAINED, ["mtp_ngram_override"]))
+@pytest.mark.parametrize(
+    "proposer", marked(WITH_TRAINED, ["mtp_ngram_override"], slow=["draft_model_ngram", "mtp_suffix"])
+)
 def test_seeded_text_of_target_match(proposer: str, trained: Path, draft: Path, plain: Any) -> None:
     """It is the text without speculation: the noise depends only on seed and position."""
     with engine(trained, speculative(proposer, draft, verify_strategy="target_match")) as e:

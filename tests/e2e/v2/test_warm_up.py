@@ -80,11 +80,12 @@ def use(e: Engine, texts: list[list[int]]) -> None:
         ("mtp_ngram", engine, {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"}),
         ("mtp_suffix", async_engine, {"draft_sample_method": "probabilistic"}),
         ("mtp_ngram", async_engine, {"adaptive": True, "verify_strategy": "target_match"}),
-        ("mtp_suffix", engine, {"adaptive": True}),
-        (
+        pytest.param("mtp_suffix", engine, {"adaptive": True}, marks=pytest.mark.slow),
+        pytest.param(
             "ngram",
             engine,
             {"verify_strategy": "topp", "num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 3, 2], [4, 64, 0]]},
+            marks=pytest.mark.slow,
         ),
     ],
 )

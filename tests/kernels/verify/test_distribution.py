@@ -74,6 +74,7 @@ def takes_one_half(seed, position):
     return tl.full((), 0.5, tl.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["rejection", "sampled drafts"])
 @pytest.mark.parametrize(
     ("module", "name", "bug"),
@@ -96,6 +97,7 @@ def same_uniform(seed, position, tokens):
     return least_uniform(seed & 0, position, tokens)
 
 
+@pytest.mark.slow
 def test_power_of_target_match(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nucleus, "gumbel_noise", same_noise)
     monkeypatch.setattr(race, "least_uniform", same_uniform)
@@ -109,6 +111,7 @@ def allows_all(logits, rows, i_row, temperature):
     return Draft(tl.where(draft.is_usable, draft.token, -1), draft.logit, draft.is_usable)
 
 
+@pytest.mark.slow
 def test_power_with_masked_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "draft_of", allows_all)
     # 4e-5, where it is 0.09 without the bug.
@@ -138,7 +141,7 @@ def counts_none(row, groups, num_listed, token, logit, sizes):
     return tl.zeros((), tl.int32)
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("is_broken", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_row_without_a_head(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "HEAD_SIZE", 2)
     if is_broken:
