@@ -307,16 +307,16 @@ def replay_adaptive(
         known = list(histories(trace))
 
         def draft(position: int, trace: Trace = trace, reference: Any = reference, known: Any = known) -> Drafted:
-            drafter.set_prices(pace.prices(costs if meter is None else meter.costs(), 1))
+            drafter.set_prices(pace.prices(costs if meter is None else meter.costs(1), 1))
             history = known[position]
             passes = min(drafter.plan(history, limit, [reference]), len(trace.drafts[position]))
             model_drafts = np.array([trace.drafts[position][:passes]], np.int32).reshape(1, passes)
             drafts = drafter.draft(history, limit, model_drafts).to_lists()[0]
             if meter is not None:
                 in_passes = setting.draft_cost * passes
-                meter.add_step(1 + len(drafts), setting.cost(passes, len(drafts)) - in_passes)
+                meter.add_step(len(drafts), 1, setting.cost(passes, len(drafts)) - in_passes)
                 if passes:
-                    meter.add_passes(passes, in_passes)
+                    meter.add_passes(passes, 1, in_passes)
             return drafts, passes
 
         pace.begin_request(1)

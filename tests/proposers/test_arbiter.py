@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_specplus.proposers import History, _arbiter
 from vllm_specplus.proposers._arbiter import ALONE, ASLEEP, CONTRARY, COPIED, NUM_LENGTHS, ONE
-from vllm_specplus.proposers.arbiter import Arbiter, Choice, Prices
+from vllm_specplus.proposers.arbiter import Arbiter, Choice, CommonAccount, Prices
 from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX, UNFILLED
 
 MAX_LEN = 2000
@@ -276,6 +276,19 @@ def test_passes_over_prompts_are_charged() -> None:
         play.new_request(f"r{i}")
         passes = steps_with_model(play, 10, True)
     assert passes == 0
+
+
+def test_a_debt_of_a_large_batch_is_not_forgotten_when_few_of_its_requests_remain() -> None:
+    account = CommonAccount()
+    account.add_tokens(0, 16, ONE)
+    account.add(-16 * 12 * ONE)
+    before = account.allowance()
+    for _ in range(20):
+        account.add_tokens(1, 1, ONE)
+    assert account.allowance() == before == ASLEEP
+    for _ in range(1200):
+        account.add_tokens(1, 1, ONE)
+    assert account.allowance() > 0
 
 
 def test_requests_are_asleep_when_all_have_given_the_model_up() -> None:

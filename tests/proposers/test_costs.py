@@ -14,59 +14,93 @@ def test_the_slope_is_found_in_spite_of_noise_and_pauses() -> None:
     for i in range(400):
         tokens = int(rng.integers(1, 60))
         pause = 5.0 if i % 50 == 49 else 0.0
-        meter.add_step(tokens, 0.010 + 0.0002 * tokens + rng.normal(0, 0.0003) + pause)
-    costs = meter.costs()
+        meter.add_step(tokens, 1, 0.010 + 0.0002 * tokens + rng.normal(0, 0.0003) + pause)
+    costs = meter.costs(1)
     assert costs.slot == pytest.approx(0.0002, rel=0.25)
     assert costs.step == pytest.approx(0.016, rel=0.1)
+
+
+def test_a_request_is_not_taken_for_a_slot() -> None:
+    """Requests and their drafts become fewer together, as at the end of a batch."""
+    rng = np.random.default_rng(0)
+    meter = CostMeter()
+    for i in range(400):
+        num_reqs = 16 - i % 16
+        num_drafts = int(rng.integers(2 * num_reqs, 8 * num_reqs + 1))
+        meter.add_step(num_drafts, num_reqs, 2.0 + 0.5 * num_reqs + 0.03 * num_drafts)
+    for num_reqs in (1, 8, 16):
+        costs = meter.costs(num_reqs)
+        assert costs.slot == pytest.approx(0.03, rel=0.1)
+        assert costs.step == pytest.approx(2.0 + 0.5 * num_reqs + 0.03 * 5 * num_reqs, rel=0.1)
+
+
+def test_a_pass_is_expected_to_cost_as_much_of_a_step_for_another_batch() -> None:
+    meter = CostMeter()
+    for num_reqs in (2, 16) * 50:
+        meter.add_step(0, num_reqs, 2.0 + 0.5 * num_reqs)
+    for _ in range(100):
+        meter.add_passes(1, 16, 4.0)
+    assert meter.passes_time(1, 16) == pytest.approx(4.0, rel=0.01)
+    assert meter.costs(2).first_pass == pytest.approx(4.0 * 3 / 10, rel=0.05)
+
+
+def test_of_a_batch_never_seen_a_step_is_bounded() -> None:
+    """It takes no less than that of a smaller batch, and for each request no more."""
+    meter = CostMeter()
+    for num_reqs in (8, 9) * 50:
+        meter.add_step(0, num_reqs, 10.0 * num_reqs - 70.0)
+    usual = meter.costs(9).step
+    assert meter.costs(90).step / 90 <= 1.001 * usual / 9
+    assert 0 < meter.costs(1).step <= usual
 
 
 def test_a_pause_counts_as_three_usual_steps() -> None:
     meter = CostMeter()
     for _ in range(9):
-        assert meter.add_step(4, 1.0) == 1.0
-    assert meter.add_step(4, 100.0) == 3.0
+        assert meter.add_step(3, 1, 1.0) == 1.0
+    assert meter.add_step(3, 1, 100.0) == 3.0
 
 
 def test_steps_alike_say_nothing_of_a_slot() -> None:
     """Then it stays what is usual."""
     meter = CostMeter()
     for _ in range(50):
-        meter.add_step(8, 2.0)
-    assert meter.costs() == Costs(pytest.approx(2.0), pytest.approx(0.04), pytest.approx(0.2), pytest.approx(0.2))
+        meter.add_step(7, 1, 2.0)
+    assert meter.costs(1) == Costs(pytest.approx(2.0), pytest.approx(0.04), pytest.approx(0.2), pytest.approx(0.2))
 
 
 def test_a_slot_never_costs_less_than_nothing() -> None:
     meter = CostMeter()
     for tokens in (1, 50) * 50:
-        meter.add_step(tokens, 1.0 / tokens)
-    assert meter.costs().slot == 0
+        meter.add_step(tokens - 1, 1, 1.0 / tokens)
+    assert meter.costs(1).slot == 0
 
 
 def test_the_first_pass_and_the_later_ones() -> None:
     meter = CostMeter()
-    meter.add_step(1, 1.0)
+    meter.add_step(0, 1, 1.0)
     add_passes(meter, 3, [0.6] * 3)
-    assert (meter.costs().first_pass, meter.costs().later_pass) == pytest.approx((0.2, 0.2))
+    assert (meter.costs(1).first_pass, meter.costs(1).later_pass) == pytest.approx((0.2, 0.2))
     add_passes(meter, 1, [0.4] * 3)
-    assert meter.costs().first_pass == pytest.approx(0.4)
-    assert meter.costs().later_pass == pytest.approx(0.1)
+    assert meter.costs(1).first_pass == pytest.approx(0.4)
+    assert meter.costs(1).later_pass == pytest.approx(0.1)
 
 
 def add_passes(meter: CostMeter, num_passes: int, times: Sequence[float]) -> None:
     for time in times:
-        meter.add_passes(num_passes, time)
+        meter.add_passes(num_passes, 1, time)
 
 
 @pytest.mark.parametrize("times", [[4.0, 0.2, 0.2], [0.2, 4.0, 0.2], [0.2, 0.2, 0.2, 4.0]])
 def test_a_pause_within_the_first_passes_is_no_cost(times: list[float]) -> None:
     """Until three have been measured they cost what is usual."""
     meter = CostMeter()
-    meter.add_step(1, 1.0)
+    meter.add_step(0, 1, 1.0)
     add_passes(meter, 1, times[:2])
-    assert meter.costs().first_pass == pytest.approx(0.1)
-    assert meter.passes_time(1) == 0
+    assert meter.costs(1).first_pass == pytest.approx(0.1)
+    assert meter.passes_time(1, 1) == 0
     add_passes(meter, 1, times[2:])
-    assert meter.costs().first_pass == meter.passes_time(1) == pytest.approx(0.2, rel=0.1)
+    assert meter.costs(1).first_pass == meter.passes_time(1, 1) == pytest.approx(0.2, rel=0.1)
 
 
 def test_passes_over_prompts_count_from_the_third_on_and_pauses_as_three_usual_ones() -> None:
@@ -75,7 +109,7 @@ def test_passes_over_prompts_count_from_the_third_on_and_pauses_as_three_usual_o
 
 
 def test_before_anything_is_known_a_step_is_the_unit() -> None:
-    assert CostMeter().costs() == Costs(1.0, 0.02, 0.1, 0.1)
+    assert CostMeter().costs(1) == Costs(1.0, 0.02, 0.1, 0.1)
 
 
 def test_prices_are_what_the_time_would_bring() -> None:
@@ -83,7 +117,7 @@ def test_prices_are_what_the_time_would_bring() -> None:
     costs = Costs(1.0, 0.1, 0.3, 0.2)
     assert pace.prices(costs, 4).slot == pytest.approx(0.4)
     for _ in range(100):
-        pace.add(6, 2.0)
+        pace.add(3, 2.0)
     prices = pace.prices(costs, 2)
     assert (prices.slot, prices.first_pass, prices.later_pass) == pytest.approx((0.3, 0.9, 0.6))
     assert prices.step == pytest.approx(1.5)

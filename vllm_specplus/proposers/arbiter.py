@@ -52,7 +52,7 @@ from vllm_specplus.sources import NGRAM, REFERENCE
 _ALLOWANCE = 3.0  # steps' time that a request may lose by the model before it gives it up
 _MOST_CREDIT = 8.0
 _COMMON_ALLOWANCE = 4.0
-_MOST_COMMON_CREDIT, _MOST_COMMON_DEBT = 64.0, 16.0  # for each request of a batch
+_MOST_COMMON_CREDIT, _MOST_COMMON_DEBT = 64.0, 16.0
 _COMMON_SHARE_SHIFT = 5  # of the common credit, 1 / 32 comes to each request's allowance
 _INCOME_SHIFT = 7  # of each token's time, 1 / 128 pays for trying the model again
 # As in `_arbiter`, which imports numba. A test compares them.
@@ -101,7 +101,7 @@ class ScaledPrices(NamedTuple):
 
 
 class CommonAccount:
-    """What the draft model has earned over all requests, in the time of steps; new requests begin with it or not."""
+    """What the draft model has earned, in the time of a batch's steps; new requests begin with it or not."""
 
     most_credit = int(_MOST_CREDIT * _ONE)
     """The largest credit of a single request."""
@@ -111,7 +111,10 @@ class CommonAccount:
         self._num_reqs = 1
 
     def add_tokens(self, num_tokens: int, num_reqs: int, step_price: int) -> None:
-        """Add the share of a step's tokens that pays for trying the model again; `num_reqs` requests got the tokens."""
+        """Add the share of a step's tokens that pays for trying the model again; `num_reqs` requests got the tokens.
+
+        What is added until the next step is of as many requests.
+        """
         self._num_reqs = max(num_reqs, 1)
         self.add((num_tokens << (2 * _SHIFT - _INCOME_SHIFT)) // step_price)
 
@@ -120,9 +123,9 @@ class CommonAccount:
         self.add(-int(prices.prompt_passes * _ONE))
 
     def add(self, profit: int) -> None:
-        """Add the profit of the model's passes in a step."""
+        """Add the profit of the model's passes in a step, over all requests of it."""
         most, least = int(_MOST_COMMON_CREDIT * _ONE), -int(_MOST_COMMON_DEBT * _ONE)
-        self._credit = min(max(self._credit + profit, least * self._num_reqs), most * self._num_reqs)
+        self._credit = min(max(self._credit + profit // self._num_reqs, least), most)
 
     def allowance(self) -> int:
         """The credit of a new request; `ASLEEP` where it begins without the model.
@@ -131,7 +134,7 @@ class CommonAccount:
         """
         if self._credit <= 0:
             return ASLEEP
-        return int(_ALLOWANCE * _ONE) + (self._credit // self._num_reqs >> _COMMON_SHARE_SHIFT)
+        return int(_ALLOWANCE * _ONE) + (self._credit >> _COMMON_SHARE_SHIFT)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ _MOST_TIMES_USUAL = 2.0
 _LINE_WEIGHT = 0.25  # of the usual cost of a slot, as of steps with a slot more for each request
 _LEAST_SPREAD = 2.0
 _MOST_SPREAD = 256.0
-_PRIOR_SLOT = 0.02  # of a step
+_PRIOR_SLOT = 0.02  # of a step, with a slot for each request
 _PRIOR_PASS = 0.1
-_PRIOR_WEIGHT = 64.0  # as that of steps whose tokens vary by so much, squared and summed
+_PRIOR_WEIGHT = 64.0  # as that of steps whose drafts vary by so much, squared and summed
+_LEAST_SPREAD_OF_REQS = 1.0  # of their squared and summed numbers: a batch that has just changed tells nothing yet
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class Costs:
 
 
 class Pace:
-    """How many tokens a unit of time brings, as it was lately. A new request may bring another pace."""
+    """How many tokens a usual step's time brings a request, as it was lately. A new request may bring another pace."""
 
     def __init__(self) -> None:
-        self._recent = self._usual = (0.0, 0.0)  # tokens and time of a step, on average
+        self._recent = self._usual = (0.0, 0.0)  # a request's tokens and the time of a step, on average
         self._memory = _YOUNG
 
     def begin_request(self, num_reqs: int) -> None:
@@ -48,9 +49,9 @@ class Pace:
         self._recent = _mixed(self._recent, self._usual, share)
         self._memory = min(self._memory, _YOUNG * num_reqs)
 
-    def add(self, num_tokens: int, time: float) -> None:
-        """Add a step's tokens and the time that it took."""
-        step = (float(num_tokens), time)
+    def add(self, num_tokens: float, time: float) -> None:
+        """Add a step: the tokens of a request, on average, and how many usual steps of its batch the step took."""
+        step = (num_tokens, time)
         if not self._usual[1]:
             self._recent = self._usual = step
         self._recent = _mixed(self._recent, step, 1 / self._memory)
@@ -58,10 +59,15 @@ class Pace:
         self._memory = min(self._memory + 1, _OLD)
 
     def prices(self, costs: Costs, num_reqs: int) -> Prices:
-        """What slots and passes cost in tokens. Before the first step, each request is expected to get one token."""
+        """What slots and passes cost in tokens. Before the first step, each request is expected to get one token.
+
+        Args:
+            costs: of steps of `num_reqs` requests.
+            num_reqs: the requests of the batch.
+        """
         tokens, time = self._recent
-        per_time = tokens / time if time else num_reqs / costs.step
-        step = per_time * costs.step / num_reqs
+        step = tokens / time if time else 1.0
+        per_time = step * num_reqs / costs.step
         return Prices(per_time * costs.slot, step, per_time * costs.first_pass, per_time * costs.later_pass)
 
 
@@ -70,31 +76,37 @@ def _mixed(old: tuple[float, float], new: tuple[float, float], share: float) -> 
 
 
 class CostMeter:
-    """Measures the costs of steps and passes; what took far longer than usual counts as three times the usual."""
+    """Measures the costs of steps and passes; what took far longer than usual counts as three times the usual.
+
+    A step's time is a plane over its requests and its drafts. So a request is not taken for a slot, where both become
+    fewer together.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
-        # Decayed sums over steps: their number, tokens, time, tokens squared, tokens times time.
-        self._sums = [0.0] * 5
-        self._first_passes: dict[int, list[float]] = {}
-        self._passes: dict[int, float] = {}
+        # Decayed sums over steps: their number n, requests r, drafts d, time t, then rr, rd, dd, rt and dt.
+        self._sums = [0.0] * 9
+        self._first_passes: dict[int, list[tuple[float, int]]] = {}
+        self._passes: dict[int, tuple[float, float]] = {}  # time and requests, on average
         self._recent_prompts: deque[float] = deque(maxlen=_NUM_RECENT)
 
-    def add_step(self, num_tokens: int, time: float) -> float:
-        """Add a step of the target in which `num_tokens` tokens were computed; return the time as it counts."""
+    def add_step(self, num_drafts: int, num_reqs: int, time: float) -> float:
+        """Add a step of the target in which `num_reqs` requests had some drafts; return the time as it counts."""
         time = _bounded(self._recent, time)
-        new = (1.0, num_tokens, time, num_tokens * num_tokens, num_tokens * time)
+        r, d = num_reqs, num_drafts
+        new = (1.0, r, d, time, r * r, r * d, d * d, r * time, d * time)
         self._sums = [value * (1 - 1 / _COST_MEMORY) + one for value, one in zip(self._sums, new, strict=True)]
         return time
 
-    def add_passes(self, num_passes: int, time: float) -> None:
+    def add_passes(self, num_passes: int, num_reqs: int, time: float) -> None:
         """Add some passes of the draft model for a batch, and the time that they took together."""
-        usual = self._passes.get(num_passes)
-        if usual is not None:
-            self._passes[num_passes] = usual + (min(time, _MOST_TIMES_MEDIAN * usual) - usual) / _NUM_RECENT
+        if num_passes in self._passes:
+            usual, usual_reqs = self._passes[num_passes]
+            time = min(time, _MOST_TIMES_MEDIAN * self.passes_time(num_passes, num_reqs))
+            self._passes[num_passes] = _mixed((usual, usual_reqs), (time, num_reqs), 1 / _NUM_RECENT)
             return
         first = self._first_passes.setdefault(num_passes, [])
-        first.append(time)
+        first.append((time, num_reqs))
         if len(first) == _NUM_FIRST:
             self._passes[num_passes] = sorted(first)[_NUM_FIRST // 2]
 
@@ -108,24 +120,42 @@ class CostMeter:
         """Whether a step has been measured."""
         return self._sums[0] > 0
 
-    def passes_time(self, num_passes: int) -> float:
-        """The usual time of some passes; 0 where that is not known."""
-        return self._passes.get(num_passes, 0.0)
+    def passes_time(self, num_passes: int, num_reqs: int) -> float:
+        """The usual time of some passes for a batch; 0 where that is not known."""
+        if num_passes not in self._passes:
+            return 0.0
+        # What a pass costs beside a step of the same batch changes less than either.
+        time, usual_reqs = self._passes[num_passes]
+        return time * self._step_and_slot(num_reqs)[0] / self._step_and_slot(usual_reqs)[0]
 
-    def costs(self) -> Costs:
-        """The costs as far as they are known, and else what is usual on a GPU."""
-        count, tokens, time, tokens_squared, product = self._sums
-        if not count:
-            return Costs(1.0, _PRIOR_SLOT, _PRIOR_PASS, _PRIOR_PASS)
-        step = time / count
-        spread = tokens_squared - tokens * tokens / count
-        slope = (product - tokens * time / count + _PRIOR_WEIGHT * _PRIOR_SLOT * step) / (spread + _PRIOR_WEIGHT)
+    def costs(self, num_reqs: int) -> Costs:
+        """The costs of a batch as far as they are known, and else what is usual on a GPU."""
+        step, slot = self._step_and_slot(num_reqs)
         first = later = _PRIOR_PASS * step
         if self._passes:
             most = max(self._passes)
-            first = self._passes.get(1, self._passes[most] / most)
-            later = max(self._passes[most] - first, 0.0) / (most - 1) if most > 1 else first
-        return Costs(step, min(max(slope, 0.0), step), first, later)
+            all_passes = self.passes_time(most, num_reqs)
+            first = self.passes_time(1, num_reqs) or all_passes / most
+            later = max(all_passes - first, 0.0) / (most - 1) if most > 1 else first
+        return Costs(step, slot, first, later)
+
+    def _step_and_slot(self, num_reqs: float) -> tuple[float, float]:
+        """The time of a step of some requests that have as many drafts as usual, and of one more slot in it."""
+        n, r, d, t, rr, rd, dd, rt, dt = self._sums
+        if not n:
+            return 1.0, _PRIOR_SLOT / num_reqs
+        r, d, t = r / n, d / n, t / n
+        rr, rd, dd, rt, dt = rr - n * r * r, rd - n * r * d, dd - n * d * d, rt - n * r * t, dt - n * d * t
+        rr += _LEAST_SPREAD_OF_REQS
+        dd += _PRIOR_WEIGHT
+        dt += _PRIOR_WEIGHT * _PRIOR_SLOT * t / r
+        determinant = rr * dd - rd * rd
+        slot = min(max((rr * dt - rd * rt) / determinant, 0.0), t)
+        # With the slot's cost as it counts. Each request has as many drafts as usual.
+        of_request = (rt - slot * rd) / rr + slot * d / r
+        # A larger batch takes no less time, and no more for each request.
+        least, most = sorted((1.0, num_reqs / r))
+        return min(max(t + of_request * (num_reqs - r), t * least), t * most), slot
 
 
 def _bounded(recent: deque[float], time: float) -> float:

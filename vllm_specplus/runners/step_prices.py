@@ -55,8 +55,10 @@ class StepPrices:
         goes_on = scheduler_output.scheduled_cached_reqs.num_reqs > 0
         if self._num_scheduled and self._num_emitted and goes_on:
             in_passes = min(self._passes_time, _MOST_IN_PASSES * (now - self._began))
-            counted = self._meter.add_step(self._num_scheduled, now - self._began - in_passes)
-            self._pace.add(self._num_emitted, counted + in_passes)
+            num_drafts = self._num_scheduled - self._num_reqs
+            counted = self._meter.add_step(num_drafts, self._num_reqs, now - self._began - in_passes)
+            usual = self._meter.costs(self._num_reqs).step
+            self._pace.add(self._num_emitted / self._num_reqs, (counted + in_passes) / usual)
         if scheduler_output.scheduled_new_reqs:
             self._pace.begin_request(len(scheduler_output.num_scheduled_tokens))
         self._num_scheduled, self._num_reqs = 0, len(scheduler_output.num_scheduled_tokens)
@@ -75,7 +77,7 @@ class StepPrices:
 
     def expect_passes(self, num_passes: int) -> None:
         """Count the usual time of some passes as that of this step's, which is not known yet."""
-        self._passes_time += self._meter.passes_time(num_passes)
+        self._passes_time += self._meter.passes_time(num_passes, self._num_reqs)
 
     def add_past_passes(self, num_passes: int, seconds: float, num_reqs: int, *, is_counted: bool) -> None:
         """Learn from the passes of an earlier step of `num_reqs` requests, and their time.
@@ -83,16 +85,17 @@ class StepPrices:
         In a step that is not counted they have prompts. The arbiter charges the usual time of passes in each step.
         """
         if is_counted:
-            self._meter.add_passes(num_passes, seconds)
+            self._meter.add_passes(num_passes, num_reqs, seconds)
         else:
             counted = self._meter.add_prompt_passes(seconds)
-            self._prompts_time += max(counted - self._meter.passes_time(num_passes), 0.0) * num_reqs
+            self._prompts_time += max(counted - self._meter.passes_time(num_passes, num_reqs), 0.0) * num_reqs
 
     def agree(self, num_reqs: int) -> Prices:
         """The prices for this step's drafts; each worker of a group has to ask in each step that drafts."""
         if self._prices is None or self._num_steps % _PERIOD == 0:
-            costs = self._meter.costs()
-            prices = self._pace.prices(costs, max(num_reqs, 1))
+            num_reqs = max(num_reqs, 1)
+            costs = self._meter.costs(num_reqs)
+            prices = self._pace.prices(costs, num_reqs)
             if self._meter.has_steps:
                 prices = replace(prices, prompt_passes=self._prompts_time / costs.step)
                 self._prompts_time = 0.0
