@@ -1,6 +1,7 @@
 """The fused kernels return exactly what the specification says, under Triton's interpreter."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -269,6 +270,47 @@ def test_safe_to_capture_in_a_cuda_graph(strategy: str, monkeypatch: pytest.Monk
         grids.append({name: launch.grids for name, launch in launches.items()})
     assert grids[0] == grids[1]
     assert len(grids[0]["accept_greedy_kernel" if strategy == "greedy" else "emit_kernel"]) == 1
+
+
+class Addresses:
+    """Runs a kernel, and notes the addresses of all vectors that it gets."""
+
+    def __init__(self, kernel: Any, found: list[int]) -> None:
+        self._kernel = kernel
+        self._found = found
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def launch(*args: Any, **named: Any) -> None:
+            groups = [arg if isinstance(arg, tuple) else (arg,) for arg in args]
+            tensors = [x for group in groups for x in group if isinstance(x, torch.Tensor) and x.ndim == 1]
+            self._found += [tensor.data_ptr() for tensor in tensors]
+            self._kernel[grid](*args, **named)
+
+        return launch
+
+
+def moved_by_one(tensor: Any) -> Any:
+    """A vector with the same elements, at an address that 16 does not divide; anything else as it is."""
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1:
+        return tensor
+    moved = torch.cat([tensor[:1], tensor])[1:]
+    assert moved.data_ptr() % 16
+    return moved
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_slice_compiles_no_kernel(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles anew for an address that 16 does not divide, as slices have; so no kernel gets one."""
+    filters, sampled = {"top_p", "top_k", "min_p"}, strategy == "rejection"
+    shape = Shape([3, 1, 2], 80, torch.float32, strategy, "normal", 0, None, ["normal"], filters, 5, sampled, sampled)
+    inputs = make_case(shape)
+    found: list[int] = []
+    for name in KERNELS:
+        monkeypatch.setattr(kernels, name, Addresses(getattr(kernels, name), found))
+    slices = replace(inputs, **{field.name: moved_by_one(getattr(inputs, field.name)) for field in fields(inputs)})
+    assert_same(run(slices), reference.verify(inputs))
+    assert found
+    assert not [address for address in found if address % 16]
 
 
 def compile_ahead_of_time() -> None:

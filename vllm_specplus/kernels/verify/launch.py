@@ -18,7 +18,7 @@ The host never waits. The launches depend on shapes and `max_rows` alone, so wit
 captured in a CUDA graph.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -58,6 +58,11 @@ LIST_SIZE = 2048
 # The most groups that a head is read from, and the most tokens of a head.
 HEAD_GROUPS = 128
 HEAD_SIZE = 128
+_ALIGNMENT = 16  # bytes
+_VECTORS = (
+    *("cu_num_rows", "draft_token_ids", "temperature", "top_p", "top_k", "min_p"),
+    *("seeds", "positions", "draft_rows"),
+)
 # With so few registers two programs fit on a multiprocessor. AMD's compiler does not know the option.
 _JUDGE_WITH_FILTERS = {"num_warps": 8} if torch.version.hip else {"num_warps": 8, "maxnreg": 128}
 
@@ -145,7 +150,7 @@ def verify(inputs: VerifyInputs, workspace: Workspace | None = None) -> VerifyOu
         output.num_tokens.zero_()
     else:
         with torch.cuda.device_of(inputs.logits):
-            _launch(inputs, workspace)
+            _launch(_aligned(inputs), workspace)
     return output
 
 
@@ -240,6 +245,17 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         **of_slots,
         num_warps=16,
     )
+
+
+def _aligned(inputs: VerifyInputs) -> VerifyInputs:
+    """The same inputs, each vector at an address that Triton compiles for; one that is not there is copied.
+
+    Triton compiles once for addresses divisible by 16 and once for others. A slice, such as vLLM makes of the positions
+    of a chunk of requests, may lie anywhere. Without the copy the first such slice would wait for the compiler.
+    """
+    vectors = {name: getattr(inputs, name) for name in _VECTORS}
+    moved = {name: v.clone() for name, v in vectors.items() if v is not None and v.data_ptr() % _ALIGNMENT}
+    return replace(inputs, **moved) if moved else inputs
 
 
 def _logits(inputs: VerifyInputs) -> Logits:
