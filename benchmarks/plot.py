@@ -85,9 +85,8 @@ def draw(rows: list[Row]) -> plt.Figure:
     for axes in grid[-1]:
         axes.set_xlabel("batch (requests)")
     first = rows[0]
-    mode = "captured graph" if first["graph"] == "True" else "eager calls"
-    where = first["gpu"] or "interpreter on a CPU: times mean nothing"
-    figure.suptitle(f"Verifying {first['drafts']} drafts, {first['logits']} bf16 logits, {mode}; {where}", fontsize=10)
+    where = f"CUDA graphs; {first['gpu']}" if first["gpu"] else "interpreter on a CPU: times mean nothing"
+    figure.suptitle(f"Verifying {first['drafts']} drafts, {first['logits']} bf16 logits, {where}", fontsize=10)
     by_label = {
         label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }

@@ -1,6 +1,6 @@
 """Cost of verifying drafts on a GPU: our kernel, vLLM's V2 path, FlashInfer, plain torch.
 
-    python benchmarks/verify.py [--graph] [--vllm FOLDER] [--batches 1,...] [--json FILE] [--csv FILE]
+    python benchmarks/verify.py [--vllm FOLDER] [--batches 1,...] [--json FILE] [--csv FILE]
     TRITON_INTERPRET=1 python benchmarks/verify.py --tiny    # on a CPU: does it run, is it right
 
 One cell is a batch of requests with K drafts each, so batch x (K + 1) rows of bfloat16 logits. All requests have the
@@ -15,10 +15,13 @@ Every method is checked before it is timed, on batches of 16 requests in all (on
 that fails shows FAILED and no number, and the run exits with 1. A method that cannot run here shows a dash and a
 footnote.
 
-*Times.* Median and quartiles of single calls between two CUDA events. Before each call a read of 256 MiB fills the L2
-cache with something else. It also lets the host run ahead: some 100 µs of launching are hidden, more are not. With
-`--graph` a call is the replay of a captured graph, without launching from Python. On a CPU one call is timed by a plain
-clock, which means nothing.
+*Times.* Median and quartiles of replays of a captured CUDA graph, each between two CUDA events. So the device is
+timed, not the launching from Python. The torch backend waits for the device, which no graph can hold; it is called
+instead. Before each replay or call a read of 256 MiB fills the L2 cache with something else. On a CPU one call is timed
+by a plain clock, which means nothing.
+
+*Host.* Median time until a call returns, with the device idle before it: Python and the launches. An engine pays it in
+each step, unless it runs ahead of the device. The torch backend's includes its waiting.
 
 *Floor*: rows x vocabulary x element size over the device's bandwidth. A copy of 1 GiB within the device measures it in
 the same run (bytes read plus bytes written). GB/s is the same bytes over the method's time.
@@ -44,14 +47,22 @@ from verify_peers import FlashInferPath, UnavailableError, find_vllm, vllm_path,
 
 HEADLINE, VLLM = "ours", "vLLM"
 OURS = (HEADLINE, "target_match", "topp", "torch")
+# The table's last columns, and how their numbers are written.
+LAST_COLUMNS = {
+    "GB/s": "{:,.0f}",
+    "x floor": "{:.2f}",
+    "vLLM / ours": "{:.1f}x",
+    "ours, host": "{:.0f}",
+    "vLLM, host": "{:.0f}",
+}
 GOAL_FLOOR, GOAL_SPEEDUP = 1.5, 5.0
 GOAL_SIZE = (64, 4, 151_936)
 CHECKED_REQUESTS = 16
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = (
-    *("gpu", "cuda", "torch", "triton", "vllm", "flashinfer", "git_commit", "copy_gb_per_s", "graph", "logits"),
+    *("gpu", "cuda", "torch", "triton", "vllm", "flashinfer", "git_commit", "copy_gb_per_s", "logits"),
     *("setting", "batch", "drafts", "vocab", "rows", "method", "median_us", "lower_quartile_us", "upper_quartile_us"),
-    *("calls", "gb_per_s", "floor_us", "ratio_to_floor", "rounded", "note"),
+    *("graph", "calls", "host_us", "gb_per_s", "floor_us", "ratio_to_floor", "rounded", "note"),
 )
 
 
@@ -83,7 +94,9 @@ class Result:
     median_us: float | None = None
     lower_quartile_us: float | None = None
     upper_quartile_us: float | None = None
+    graph: bool = False  # whether replays of a CUDA graph were timed, and not calls
     calls: int = 0
+    host_us: float | None = None
     rounded: int = 0  # requests that were checked and differed by rounding
     note: str = ""
 
@@ -132,9 +145,9 @@ def measure(cell: Cell, method: str, make: Callable[[Case], Any], clock: Clock) 
         for seed in range(max(1, CHECKED_REQUESTS // cell.batch) if clock.on_gpu else 1):
             path = make(cell.case(DEVICE, seed))
             rounded += path.check(path.run())
-        if clock.graph and method == "torch":
-            raise UnavailableError("the torch backend waits for the device, which no graph can hold")
-        times = clock(path.run, path.check)
+        host_us = clock.host_us(path.run)
+        in_graph = clock.on_gpu and method != "torch"
+        times = clock.replays(path.run, path.check) if in_graph else clock.calls(path.run)
     except UnavailableError as error:
         return Result(cell, method, floor, note=str(error))
     except WrongOutputError as error:
@@ -143,7 +156,7 @@ def measure(cell: Cell, method: str, make: Callable[[Case], Any], clock: Clock) 
         # A peer of another version or one that cannot be compiled here; of ours, any error is a failure.
         return Result(cell, method, floor, note=f"{'FAILED' if method in OURS else 'it'} raised {error!r}")
     low, median, high = np.percentile(times, [25, 50, 75]).tolist()
-    return Result(cell, method, floor, median, low, high, len(times), rounded)
+    return Result(cell, method, floor, median, low, high, in_graph, len(times), host_us, rounded)
 
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
@@ -177,13 +190,9 @@ def goals(results: list[Result]) -> list[dict[str, Any]]:
 def show(console: Console, results: list[Result], clock: Clock) -> None:
     """Print a line for each cell, and the reasons for what is missing."""
     names = list(dict.fromkeys(r.method for r in results))
-    on = (
-        "CUDA events" + (", captured graph" if clock.graph else "")
-        if clock.on_gpu
-        else "interpreter: times mean nothing"
-    )
+    on = "replays of CUDA graphs" if clock.on_gpu else "interpreter: times mean nothing"
     table = Table(title=f"microseconds per batch: median (quartiles), {on}")
-    for name in ("logits", "setting", "batch", "K", "vocab", "floor", *names, "GB/s", "x floor", "vLLM / ours"):
+    for name in ("logits", "setting", "batch", "K", "vocab", "floor", *names, *LAST_COLUMNS):
         table.add_column(name, justify="left" if name in ("logits", "setting") else "right")
     notes: list[str] = []
     by_cell: dict[Cell, dict[str, Result]] = {}
@@ -198,9 +207,10 @@ def show(console: Console, results: list[Result], clock: Clock) -> None:
         if clock.on_gpu and main.median_us is not None:
             gb, ratio = main.gb_per_s(clock.copy_gb_per_s), main.ratio_to_floor
             against = peer.median_us / main.median_us if peer and peer.median_us is not None else None
+        values = (gb, ratio, against, main.host_us, peer.host_us if peer else None)
         ratios = [
             "-" if value is None else text.format(value)
-            for text, value in zip(("{:,.0f}", "{:.2f}", "{:.1f}x"), (gb, ratio, against), strict=True)
+            for text, value in zip(LAST_COLUMNS.values(), values, strict=True)
         ]
         table.add_row(cell.logits, cell.setting, *size, *(entry(row.get(name), notes) for name in names), *ratios)
     console.print(table)
@@ -219,7 +229,7 @@ def entry(result: Result | None, notes: list[str]) -> str:
 def records(results: list[Result], about: dict[str, Any], clock: Clock) -> list[dict[str, Any]]:
     """One flat row for each result, with the columns of the CSV file."""
     shared = {name: about["packages"].get(name) for name in ("torch", "triton", "vllm")}
-    shared |= {"flashinfer": about["packages"]["flashinfer-python"], "graph": clock.graph}
+    shared |= {"flashinfer": about["packages"]["flashinfer-python"]}
     shared |= {name: about[name] for name in ("gpu", "cuda", "git_commit", "copy_gb_per_s")}
     rows = []
     for r in results:
@@ -257,7 +267,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--settings", type=choice(list(SETTINGS)), default=list(SETTINGS), help=", ".join(SETTINGS))
     parser.add_argument("--logits", type=choice(["peaked", "flat"]), help="default peaked, at the goals' size both")
     parser.add_argument("--methods", type=choice(list(methods(""))), help="default all; the first is always run")
-    parser.add_argument("--graph", action="store_true", help="time replays of captured CUDA graphs")
     parser.add_argument("--vllm", type=Path, help="folder that holds vLLM's files, vllm/...; default the installed")
     parser.add_argument("--git-commit", help="where the tree is a copy without git")
     parser.add_argument("--csv", type=Path, help="default on a GPU: benchmarks/results/verify-GPU.csv")
@@ -266,8 +275,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.batches = args.batches or ([1, 2] if args.tiny else [1, 8, 64, 256])
     args.drafts = args.drafts or ([1, 2] if args.tiny else [1, 4, 8])
     args.vocabs = args.vocabs or ([320] if args.tiny else [32_000, 128_256, 151_936])
-    if DEVICE == "cpu" and (args.graph or not INTERPRETED):
-        parser.error("there is no GPU: set TRITON_INTERPRET=1, which takes --tiny and no --graph")
+    if DEVICE == "cpu" and not INTERPRETED:
+        parser.error("there is no GPU: set TRITON_INTERPRET=1, and take --tiny")
     return args
 
 
@@ -280,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
         about["packages"]["vllm"] = vllm_version(vllm_root)
     except UnavailableError as error:
         vllm_root = str(error)
-    clock = Clock(DEVICE, args.graph)
+    clock = Clock(DEVICE)
     about |= {"git_commit": args.git_commit or about["git_commit"], "copy_gb_per_s": clock.copy_gb_per_s}
     chosen = {name: make for name, make in methods(vllm_root).items() if name in (HEADLINE, *(args.methods or [name]))}
     slug = re.sub(r"[^a-z0-9]+", "-", (about["gpu"] or "").lower()).strip("-")
@@ -300,7 +309,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"{row['name']}: {row['value']:.2f} (goal {row['limit']}): {verdict}")
     console.print(f"{about['gpu'] or about['cpu']}; copy {clock.copy_gb_per_s:,.0f} GB/s; {about['packages']}")
     if args.json:
-        report = {"environment": about, "graph": args.graph, "goals": goal_rows}
+        report = {"environment": about, "goals": goal_rows}
         write_json(args.json, report | {"results": records(results, about, clock)})
     return int(any(r.has_failed for r in results))
 

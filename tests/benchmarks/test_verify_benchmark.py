@@ -16,6 +16,7 @@ from vllm_specplus.verify.noise import gumbel_noise
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
+import verify  # noqa: E402
 import verify_cases as cases  # noqa: E402
 
 OURS = ["ours", "target_match", "topp", "torch"]
@@ -75,6 +76,8 @@ def test_every_method_is_checked_and_timed_or_says_why_not(tiny):
             assert 0 < result["lower_quartile_us"] <= result["median_us"] <= result["upper_quartile_us"]
             assert result["gb_per_s"] * result["median_us"] * 1e3 == pytest.approx(result["rows"] * 320 * 2)
             assert result["note"] == ""
+            assert result["graph"] is False
+            assert result["host_us"] is None
         else:
             assert result["median_us"] is result["gb_per_s"] is result["ratio_to_floor"] is None
             assert result["note"] in printed.replace("\n", " ")
@@ -121,6 +124,75 @@ def test_the_plot_names_its_axes_and_lines(tiny, tmp_path):
     done = run(str(BENCHMARKS / "plot.py"), source, "--drafts", "3")
     assert done.returncode == 1
     assert "it has [(2, 'flat'), (2, 'peaked')]" in done.stderr
+
+
+def static_step(method: str, rows: str, num_reqs: int, us: float) -> dict:
+    shape = {"num_reqs": num_reqs, "num_rows": 3, "vocab_size": 320, "dtype": "bfloat16"}
+    return {"method": method, "setting": "T=0.8", "rows": rows, "shape": shape, "us": us}
+
+
+def test_estimates_stand_beside_what_was_measured(tiny, tmp_path):
+    folder, _ = tiny
+    steps = [static_step(*step) for step in (("rejection", "flat", 2, 5.0), ("vLLM", "peaked", 2, 8.0))]
+    others = [static_step("rejection", "flat", 64, 9.0), static_step("drafts", "flat", 2, 9.0)]
+    others.append(static_step("topp", "flat", 2, 9.0))
+    others[-1]["shape"]["dtype"] = "float32"
+    static, out = tmp_path / "static.json", tmp_path / "modelled.json"
+    static.write_text(json.dumps({"steps": steps + others}))
+    command = (str(BENCHMARKS / "modelled.py"), str(static), str(folder / "report.json"))
+    done = run(*command, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    measured = {
+        (r["method"], r["logits"]): r["median_us"]
+        for r in json.loads((folder / "report.json").read_text())["results"]
+        if r["setting"] == "T=0.8"
+    }
+    report = json.loads(out.read_text())
+    found = {(s["method"], s["rows"]): (s["modelled_us"], s["measured_us"], s["ratio"]) for s in report["steps"]}
+    ours, peer = measured["ours", "flat"], measured["vLLM", "peaked"]
+    assert found == {("rejection", "flat"): (5.0, ours, ours / 5.0), ("vLLM", "peaked"): (8.0, peer, peer / 8.0)}
+    assert report["median_ratio"] == pytest.approx((ours / 5.0 + peer / 8.0) / 2)
+    assert "not on a GPU" in done.stdout
+    static.write_text(json.dumps({"steps": others}))
+    done = run(*command)
+    assert done.returncode == 1
+    assert "no step in common" in done.stderr
+
+
+def test_a_gpu_is_timed_by_replays_of_a_graph():
+    """The launching is a column of its own."""
+    asked = []
+
+    class FakeClock:
+        on_gpu, copy_gb_per_s = True, 3000.0
+
+        def replays(self, run, check):
+            asked.append("replays")
+            return [2.0, 3.0, 4.0]
+
+        def calls(self, run):
+            asked.append("calls")
+            return [5.0]
+
+        def host_us(self, run):
+            return 60.0
+
+    class Path:
+        def __init__(self, case):
+            pass
+
+        def run(self):
+            return None
+
+        def check(self, output):
+            return 0
+
+    cell = verify.Cell("flat", "T=0.8", 16, 1, 320)
+    ours = verify.measure(cell, "ours", Path, FakeClock())
+    assert (ours.median_us, ours.host_us, ours.graph, ours.calls) == (3.0, 60.0, True, 3)
+    eager = verify.measure(cell, "torch", Path, FakeClock())
+    assert (eager.median_us, eager.graph) == (5.0, False)
+    assert asked == ["replays", "calls"]
 
 
 def test_rows_are_as_described():
