@@ -1,0 +1,124 @@
+"""Whole vLLM engines on Model Runner V2, each in a process of its own: equal greedy texts, then what they cost.
+
+    python ci/gpu/engines.py (--steps | --speed) MODEL JSON [--dry]
+
+All start at once. Those that have their texts wait, and are measured one after the other. An engine that fails or is
+late leaves the others alone; its log is printed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from configs import CONFIGS, DRY_SPEED, DRY_STEPS, NONE, OF_SPEED, OF_STEPS
+
+START_SECONDS, MEASURE_SECONDS = 85, 12
+DRY_SECONDS = 600
+LOG_LINES = 40
+
+
+class Child:
+    """An engine's process and files."""
+
+    def __init__(self, name: str, model: Path, folder: Path, options: list[str]) -> None:
+        self.name, self._folder = name, folder
+        self.log = folder / f"{name}.log"
+        script = str(Path(__file__).parent / "engine.py")
+        with self.log.open("wb") as file:
+            command = [sys.executable, script, name, str(model), str(folder), *options]
+            self._process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._file("ready").exists()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def measure(self, seconds: float) -> dict[str, Any] | None:
+        """Let it measure; its results, or None if there are none in time."""
+        self._file("go").touch()
+        end = time.monotonic() + seconds
+        while not self._file("json").exists():
+            if self.has_ended or time.monotonic() > end:
+                return None
+            time.sleep(0.05)
+        return json.loads(self._file("json").read_text())
+
+    def stop(self) -> None:
+        """End it and all that it has started."""
+        if not self.has_ended:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def end_of_log(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+
+    def _file(self, ending: str) -> Path:
+        return self._folder / f"{self.name}.{ending}"
+
+
+def run(
+    names: list[str], measured: tuple[str, ...], model: Path, kind: str, dry: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name and results of each engine in turn; `error` says that it has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for name in names:
+            options = [kind] if name in measured else []
+            children.append(Child(name, model, Path(folder), options + (["--dry"] if dry else [])))
+        try:
+            end = time.monotonic() + (DRY_SECONDS if dry else START_SECONDS)
+            while time.monotonic() < end and not all(c.is_ready or c.has_ended for c in children):
+                time.sleep(0.1)
+            for child in children:
+                found = child.measure(DRY_SECONDS if dry else MEASURE_SECONDS) if child.is_ready else None
+                child.stop()
+                yield child.name, found or {"error": child.end_of_log()}
+        finally:
+            for child in children:
+                child.stop()
+
+
+def main() -> int:
+    """Write and print the results; 1 if an engine fails or its text differs."""
+    parser = argparse.ArgumentParser(description="Greedy equality and cost of whole engines.")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--steps", action="store_const", const="--steps", dest="kind")
+    kind.add_argument("--speed", action="store_const", const="--speed", dest="kind")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("json", type=Path)
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    of_steps = args.kind == "--steps"
+    measured = OF_STEPS if of_steps else OF_SPEED
+    if args.dry:
+        measured = DRY_STEPS if of_steps else DRY_SPEED
+    names = list(measured if of_steps or args.dry else CONFIGS)
+    # An exit ends the engines too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    results: dict[str, dict[str, Any]] = {}
+    for name, found in run(names, measured, args.model, args.kind, args.dry):
+        results[name] = found
+        base = results.get(NONE, {}).get("texts")
+        if "error" in found:
+            print(f"{name}: FAILED\n{found['error']}\n", flush=True)
+        else:
+            # Null where there is nothing to compare with. The engine without speculation is the first.
+            found["same_text"] = None if base is None else found["texts"] == base
+            print(name, {key: value for key, value in found.items() if key != "texts"}, flush=True)
+        args.json.write_text(json.dumps(results, indent=1))
+    return int(any("error" in found or found["same_text"] is False for found in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
