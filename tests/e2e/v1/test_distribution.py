@@ -40,6 +40,7 @@ def test_lossless(proposer: str, options: dict[str, Any], trained: Path, draft: 
     assert _p_value(tails(trained, speculative(proposer, draft, **options)), stock) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["target_match", "rejection"])
 def test_power(strategy: str, trained: Path, draft: Path, stock: Any) -> None:
     """Bug: all drafts are accepted. The p-value falls below 1e-300 (target_match)."""

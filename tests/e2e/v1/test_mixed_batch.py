@@ -51,8 +51,8 @@ def answers(e: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> list
     ("proposer", "more"),
     [
         ("mtp_ngram", {}),
-        ("mtp_suffix", {}),
-        ("ngram", {}),
+        pytest.param("mtp_suffix", {}, marks=pytest.mark.slow),
+        pytest.param("ngram", {}, marks=pytest.mark.slow),
         ("mtp_ngram", SAMPLED_DRAFTS),
         ("mtp_ngram", {"adaptive": True}),
         ("mtp_suffix", {"adaptive": True} | SAMPLED_DRAFTS),

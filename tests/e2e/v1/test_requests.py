@@ -23,7 +23,7 @@ def base(tiny: Path, trained: Path) -> dict[Path, list[list[int]]]:
     return texts
 
 
-@pytest.mark.parametrize("proposer", marked(sorted(DRAFTING), {"mtp_ngram", "naive"}))
+@pytest.mark.parametrize("proposer", marked(sorted(DRAFTING), {"mtp_ngram", "naive"}, slow={"mtp_suffix", "draft_model_ngram"}))
 def test_greedy_text_is_the_text_without_speculation(
     proposer: str, tiny: Path, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
 ) -> None:
@@ -106,7 +106,7 @@ def test_a_reference_drafts_for_its_own_request_alone(trained: Path, base: dict[
         assert stats(e)["entries"] == {"requests": 0, "references": 0, "request_counts": 0}
 
 
-@pytest.mark.parametrize("proposer", ["naive", "mtp_ngram"])
+@pytest.mark.parametrize("proposer", [pytest.param("naive", marks=pytest.mark.slow), "mtp_ngram"])
 def test_preempted_requests_go_on_with_their_reference(
     proposer: str, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
 ) -> None:

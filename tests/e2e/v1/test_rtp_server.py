@@ -106,7 +106,7 @@ def test_where_vllm_drafts(of_vllm: Server, stream: bool) -> None:
     assert "no method with which vllm-specplus drafts" in str(error)
 
 
-@pytest.mark.parametrize("sp_type", ["deterministic", "mtp"])
+@pytest.mark.parametrize("sp_type", ["deterministic", pytest.param("mtp", marks=pytest.mark.slow)])
 def test_without_the_middleware(sp_type: str, trained: Path, tmp_path: Path) -> None:
     """What nobody would read is refused, where the plugin drafts and where vLLM does."""
     config = json.dumps({"sp_type": sp_type, "gen_num_per_cycle": 2})
