@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -231,3 +234,49 @@ def test_compiles_where_nothing_can_be_cached(monkeypatch):
 
     monkeypatch.setattr(_numba.nb, "njit", njit)
     assert _numba.compiled()(len) == (len, True)
+
+
+def probes_of(matcher, tokens, vocab_homes):
+    """How many entries past its home each token's entry stands, summed."""
+    entries = matcher._tables[0].view(np.uint32)[: matcher._state[0, matcher._index.TABLE_SIZE]].astype(np.int64)
+    filled = np.flatnonzero(entries)
+    assert len(filled) == len(tokens) - 1  # the last token has none after it
+    ended = np.array(tokens)[(entries[filled] & matcher._state[0, matcher._index.POSITION_MASK]) - 1]
+    return int(((filled - vocab_homes[ended]) % len(entries)).sum())
+
+
+def homes_of(matcher, vocab_size, factor):
+    """Where the probing for each token of a vocabulary starts, in a table of n-grams of one token."""
+    half, table_size = np.uint64(32), np.uint64(matcher._state[0, matcher._index.TABLE_SIZE])
+    hashes = (np.arange(vocab_size, dtype=np.uint64) + np.uint64(1)) * factor
+    hashes = (hashes ^ (hashes >> half)) * matcher._index._MIX
+    return (((hashes >> half) * table_size) >> half).astype(np.int64)
+
+
+def test_a_prompt_made_for_one_process_costs_nothing_in_another(monkeypatch):
+    """Tokens whose entries collide under one factor do not under others, and the drafts are the same."""
+    vocab_size, num_tokens = 150_000, 4000
+    known = np.uint64(0x9E3779B97F4A7C15)
+    factors = [known, np.uint64(ngram.secrets.randbits(64) | 1), ngram._HASH_FACTOR]
+    probes, drafts = [], []
+    prompt: list[int] = []
+    for factor in factors:
+        monkeypatch.setattr(ngram, "_HASH_FACTOR", factor)
+        matcher = NgramMatcher(1, num_tokens, min_ngram_size=1, max_ngram_size=1)
+        if not prompt:
+            match_one(matcher, list(range(num_tokens)))  # the tables of this length
+            prompt = np.argsort(homes_of(matcher, vocab_size, factor), kind="stable")[:num_tokens].tolist()
+            matcher.retain([])
+        match_one(matcher, prompt)
+        probes.append(probes_of(matcher, prompt, homes_of(matcher, vocab_size, factor)))
+        drafts.append(match_one(matcher, [*prompt[:-1], prompt[17]]))
+    assert probes[0] > 1000 * num_tokens
+    assert max(probes[1:]) < 20 * num_tokens
+    assert drafts == [(prompt[18:22], 1)] * 3
+
+
+def test_each_process_has_its_own_hash_factor():
+    code = "from vllm_specplus.proposers import ngram; print(ngram._HASH_FACTOR)"
+    factors = [int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) for _ in "ab"]
+    assert factors[0] != factors[1]
+    assert all(factor % 2 for factor in factors)

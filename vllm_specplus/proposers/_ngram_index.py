@@ -9,7 +9,8 @@ an open-addressing hash table of uint32 entries, probed linearly:
 
     entry = tag | position      0 = empty; a mask parts the two, by the table's capacity
 
-If tags are equal, the tokens themselves are compared, so a lookup is exact. N-grams are not stored: they are read back
+If tags are equal, the tokens themselves are compared, so a lookup is exact. The caller chooses the hash's factor. It
+must be secret, or a client could write a prompt whose n-grams all collide. N-grams are not stored: they are read back
 from the request's own row.
 
 A step touches a fixed number of random cache lines for each new token, whatever the length of the history. Each is a
@@ -31,7 +32,6 @@ FINGERPRINT_SIZE = 8  # latest indexed tokens, which tell a request from another
 
 _BLOCK = 16  # requests whose cache misses overlap
 _PREFETCH_ENDS = 8  # a step rarely brings more tokens; those of a prompt are prefetched as they are inserted
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
@@ -56,7 +56,9 @@ def _token(history: np.ndarray, drafts: np.ndarray, position: int) -> int:
 
 
 @compiled()
-def _hash_ngrams(history: np.ndarray, drafts: np.ndarray, end: int, sizes: tuple[int, int], hashes: np.ndarray) -> int:
+def _hash_ngrams(
+    history: np.ndarray, drafts: np.ndarray, end: int, sizes: tuple[int, int], factor: int, hashes: np.ndarray
+) -> int:
     """Hash the n-grams that end at `end` into `hashes`; return how many there are.
 
     The hash of an n-gram goes on from the hash of the next shorter one.
@@ -66,7 +68,7 @@ def _hash_ngrams(history: np.ndarray, drafts: np.ndarray, end: int, sizes: tuple
     longest = min(max_size, end)
     for size in range(1, longest + 1):
         token = np.uint64(np.uint32(_token(history, drafts, end - size)))
-        running = (running + token + np.uint64(1)) * _FACTOR
+        running = (running + token + np.uint64(1)) * factor
         running ^= running >> _HALF
         if size >= min_size:
             hashes[size - min_size] = running * _MIX
@@ -156,6 +158,7 @@ def _prefetch_entries(
     drafts: np.ndarray,
     first: int,
     sizes: tuple[int, int],
+    factor: int,
     entries: np.ndarray,
     table_size: int,
     mask: int,
@@ -168,7 +171,7 @@ def _prefetch_entries(
     count = 0
     for k in range(num_tokens - first + 1):
         end = first + k if first + k < num_tokens else num_tokens + len(drafts)
-        for level in range(_hash_ngrams(history, drafts, end, sizes, hashes)):
+        for level in range(_hash_ngrams(history, drafts, end, sizes, factor, hashes)):
             home = _home(hashes[level], level, table_size)
             prefetch(entries, home)
             homes[count, 0] = home
@@ -192,6 +195,7 @@ def _insert(
     drafts: np.ndarray,
     first: int,
     sizes: tuple[int, int],
+    factor: int,
     entries: np.ndarray,
     table_size: int,
     mask: int,
@@ -207,7 +211,7 @@ def _insert(
     for chunk in range(first, num_tokens, _PREFETCH_ENDS):
         ends = range(chunk, min(chunk + _PREFETCH_ENDS, num_tokens))
         for end in ends:
-            num_levels = _hash_ngrams(history, drafts, end, sizes, hashes[end - chunk])
+            num_levels = _hash_ngrams(history, drafts, end, sizes, factor, hashes[end - chunk])
             if is_bulk:
                 for level in range(num_levels):
                     prefetch(entries, _home(hashes[end - chunk, level], level, table_size))
@@ -225,6 +229,7 @@ def _find(
     history: np.ndarray,
     drafts: np.ndarray,
     sizes: tuple[int, int],
+    factor: int,
     entries: np.ndarray,
     table_size: int,
     mask: int,
@@ -233,7 +238,7 @@ def _find(
 ) -> Any:
     """The latest earlier end of the longest n-gram that ends the sequence, or the first such end; 0: there is none."""
     end = len(history) + len(drafts)
-    for level in range(_hash_ngrams(history, drafts, end, sizes, hashes) - 1, -1, -1):
+    for level in range(_hash_ngrams(history, drafts, end, sizes, factor, hashes) - 1, -1, -1):
         size = sizes[0] + level
         index = _probe(history, drafts, end, size, level, hashes[level], entries, table_size, mask)
         found = np.int64(entries[index]) & mask if entries[index] != 0 else 0
@@ -279,7 +284,7 @@ _SIZES = nb.types.UniTuple(nb.int64, 2)
 @compiled(
     nb.boolean(
         *(_INT32_2D, _INT64_1D, _INT64_1D, _INT32_2D, _INT64_1D, _INT64_1D, _INT64_2D, _INT32_2D),
-        *(_SIZES, nb.boolean, nb.int64, _INT32_2D, _INT32_1D, _INT32_1D),
+        *(_SIZES, nb.uint64, nb.boolean, nb.int64, _INT32_2D, _INT32_1D, _INT32_1D),
     )
 )
 def update_and_match(
@@ -292,6 +297,7 @@ def update_and_match(
     state: np.ndarray,
     fingerprints: np.ndarray,
     sizes: tuple[int, int],
+    factor: int,
     takes_first: bool,
     match_len_cap: int,
     out_token_ids: np.ndarray,
@@ -308,6 +314,7 @@ def update_and_match(
         state: [max_num_reqs, NUM_COLUMNS] int64, changed in place.
         fingerprints: [max_num_reqs, FINGERPRINT_SIZE] int32, changed in place.
         sizes: smallest and largest n-gram size.
+        factor: an odd uint64 of the hash; the same in every call.
         takes_first: whether the earliest occurrence of an n-gram wins, or the latest; the same in every call.
         match_len_cap: matches are measured up to this many tokens.
         out_token_ids: [B, K] int32, -1 after the last draft; out_num_tokens, out_match_len: [B] int32.
@@ -337,7 +344,7 @@ def update_and_match(
             entries, table_size, mask = _tables(state, state_row, num_sizes)
             first[b] = _begin(history, num_prompt_tokens[i], entries, state, fingerprints, state_row)
             counts[b] = _prefetch_entries(
-                history, drafts[i], first[b], sizes, entries, table_size, mask, hashes[0], homes[b]
+                history, drafts[i], first[b], sizes, factor, entries, table_size, mask, hashes[0], homes[b]
             )
         for i in rows:
             entries, _, mask = _tables(state, state_rows[i], num_sizes)
@@ -345,11 +352,11 @@ def update_and_match(
         for i in rows:
             state_row, history = state_rows[i], token_ids[i, : num_tokens[i]]
             entries, table_size, mask = _tables(state, state_row, num_sizes)
-            _insert(history, drafts[i], first[i - block], sizes, entries, table_size, mask, hashes, takes_first)
+            _insert(history, drafts[i], first[i - block], sizes, factor, entries, table_size, mask, hashes, takes_first)
             _note_progress(history, num_prompt_tokens[i], state, fingerprints, state_row)
             if max_drafts[i] <= 0:
                 continue
-            found = _find(history, drafts[i], sizes, entries, table_size, mask, hashes[0], takes_first)
+            found = _find(history, drafts[i], sizes, factor, entries, table_size, mask, hashes[0], takes_first)
             if found > 0:
                 _draft(history, drafts[i], found, max_drafts[i], out_token_ids[i])
                 out_num_tokens[i] = max_drafts[i]

@@ -1,6 +1,7 @@
 """N-gram drafting: copy the tokens that followed the same n-gram earlier in the request's own text."""
 
 import mmap
+import secrets
 from collections.abc import Collection
 from typing import Literal
 
@@ -11,6 +12,8 @@ from vllm_specplus.proposers.history import History, Match, StateRows
 _MIN_CAPACITY = 1024  # tokens that a request's first tables have room for
 _ENTRIES_PER_TOKEN = 2  # so that at most half of a table is filled
 _HUGE_PAGE_SIZE = 2 << 20
+# No client knows it, so none can write a prompt whose n-grams collide. Drafts do not depend on it.
+_HASH_FACTOR = np.uint64(secrets.randbits(64) | 1)
 
 
 class NgramMatcher:
@@ -117,6 +120,7 @@ class NgramMatcher:
             self._state,
             self._fingerprints,
             self._sizes,
+            _HASH_FACTOR,
             self._takes_first,
             self._match_len_cap,
             result.token_ids,
