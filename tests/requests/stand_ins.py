@@ -58,7 +58,7 @@ class Engine:
         options = SimpleNamespace(drafts_from_history=True)
         self.vllm_config = SimpleNamespace(
             speculative_config=SimpleNamespace(specplus=options),
-            model_config=SimpleNamespace(logits_processors=["a.module:Name", Check]),
+            model_config=SimpleNamespace(logits_processors=["a.module:Name", Check], max_model_len=100),
         )
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -71,7 +71,7 @@ class Engine:
 
 
 def engine_with(speculative_config: Any) -> SimpleNamespace:
-    unchecked = SimpleNamespace(logits_processors=None)
+    unchecked = SimpleNamespace(logits_processors=None, max_model_len=100)
     return SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculative_config, model_config=unchecked))
 
 

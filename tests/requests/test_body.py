@@ -23,7 +23,8 @@ from tests.requests.stand_ins import (
     answer,
     letters,
 )
-from vllm_specplus.requests.options import HANDOVER_ENTRY
+from vllm_specplus.requests.options import HANDOVER_ENTRY, MAX_REFERENCE_FACTOR, RequestError, parse_options
+from vllm_specplus.requests.refusal import RefusedRequestError
 
 
 @pytest.mark.parametrize(
@@ -132,3 +133,49 @@ def test_every_request_has_its_own_key() -> None:
     keys = {json.loads(body)["vllm_xargs"][HANDOVER_ENTRY] for body in server.bodies}
     assert keys == {args[0] for _, args in server.engine.calls}
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_every_encoding_that_vllm_reads(encoding: str) -> None:
+    server = Server()
+    assert server.post([json.dumps(ALL_FIELDS).encode(encoding)]).status == 200
+    assert server.resolved == [(letters(SECRET), True, None, True)]
+    assert Server().post([json.dumps({"sp_advise_prompt": SECRET}).encode(encoding)]).status == 400
+
+
+class Unseen(list):
+    """A list whose elements nobody may look at."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("sp_advice_prompt_token_ids", lambda values: values),
+        ("prediction", lambda values: {"type": "content", "content": values}),
+    ],
+)
+def test_a_list_is_bounded_before_its_elements_are_looked_at(name: str, wrap: Any) -> None:
+    most = MAX_REFERENCE_FACTOR * 100  # the stand-in's length is 100
+    part: Any = 3 if name == "sp_advice_prompt_token_ids" else {"type": "text", "text": "a"}
+    with pytest.raises(RequestError, match=f"{most + 1} elements, and at most {most}") as caught:
+        parse_options({name: wrap(Unseen([object()] * (most + 1)))}, 100)
+    assert caught.value.field == name
+    got = Server().post({name: wrap([part] * (most + 1))})
+    assert (got.status, got.json["error"]["param"]) == (400, name)
+    assert Server().post({name: wrap([part] * most)}).status == 200
+    with pytest.raises(RefusedRequestError, match="at most"):
+        Check.validate_params(SimpleNamespace(extra_args={name: wrap([part] * (most + 1))}))
+
+
+@pytest.mark.parametrize("wrong", [0, "", [], False, 3, "x"])
+def test_wrong_stream_options_are_left_for_vllm_to_refuse(wrong: Any) -> None:
+    server = Server()
+    server.post({"aux_info": True, "stream": True, "stream_options": wrong})
+    assert server.body["stream_options"] == wrong
+    assert type(server.body["stream_options"]) is type(wrong)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_other_scopes(kind: str) -> None:
 def test_two_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The inner one does nothing; it does not even read the body."""
     reads, read_body = [], middleware.read_body
-    monkeypatch.setattr(middleware, "read_body", lambda body: reads.append(body) or read_body(body))
+    monkeypatch.setattr(middleware, "read_body", lambda *args: reads.append(args) or read_body(*args))
     server = Server(num_middlewares=2)
     got = server.post(ALL_FIELDS).json
     assert len(reads) == 1
@@ -141,3 +142,33 @@ def test_reference_text_is_not_logged(log: pytest.LogCaptureFixture) -> None:
         Server(engine=engine).post({"vllm_xargs": {"sp_advice_prompt": SECRET}})
     assert log.records
     assert "secret" not in log.text
+
+
+@pytest.mark.parametrize("place", ["args", "environment"])
+def test_a_request_without_the_api_key_is_left_to_vllm(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body passes unread; with the key it is read."""
+    server = Server()
+    if place == "args":
+        server.app.state.args.api_key = ["other", "key"]
+    else:
+        monkeypatch.setenv("VLLM_API_KEY", "key")
+    reads, read_body = [], middleware.read_body
+    monkeypatch.setattr(middleware, "read_body", lambda *args: reads.append(args) or read_body(*args))
+    wrong = {"prediction": 3}
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "key"}):
+        assert server.post(wrong, headers=headers).status == 200
+    assert server.bodies == [json.dumps(wrong).encode()] * 3
+    assert not reads
+    assert server.post(wrong, headers={"authorization": "Bearer key"}).status == 400
+    assert len(reads) == 1
+
+
+def test_large_bodies_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, read_body = [], middleware.read_body
+    monkeypatch.setattr(
+        middleware, "read_body", lambda *args: threads.append(threading.get_ident()) or read_body(*args)
+    )
+    body = json.dumps(ALL_FIELDS).encode()
+    for num_spaces in (0, 1 << 20):
+        Server().post(body + b" " * num_spaces)
+    assert threads[0] == threading.get_ident() != threads[1]

@@ -219,6 +219,12 @@ REQUEST_SEAMS = (
         for kind in ("chat_completion", "completion")
     ),
     Seam("vllm.envs", "VLLM_USE_RUST_FRONTEND", "read: whether requests pass the check"),
+    Seam("vllm.envs", "VLLM_API_KEY", "read: whether vLLM is going to refuse a request"),
+    Seam(
+        "vllm.entrypoints.serve.middleware.authenticate",
+        "AuthenticationMiddleware.verify_token",
+        "called: whether vLLM is going to refuse a request",
+    ),
     Seam("vllm.tokenizers", "get_tokenizer", "called: the tokenizer of references"),
     Seam("vllm.tokenizers.protocol", "TokenizerLike.max_chars_per_token", "read: how much of a reference is tokenised"),
     Seam(

@@ -8,8 +8,9 @@ from typing import Any
 from vllm_specplus.config.errors import show
 from vllm_specplus.requests.options import KEYS, RequestError, RequestOptions, check_unknown_keys, parse_options
 
-# A body without any of these asks nothing and need not be decoded. A name may be written in escapes.
-_FIELD_NAMES = re.compile(rb'"(?:aux_info|prediction|extra_configs?|force_[^"]*|[sS][pP][^"]*)"\s*:|\\u00[2-7]')
+# A body without any of these asks nothing and need not be decoded. A name may be written in escapes,
+# or in UTF-16 or UTF-32, whose ASCII letters have zero bytes.
+_FIELD_NAMES = re.compile(rb'"(?:aux_info|prediction|extra_configs?|force_[^"]*|[sS][pP][^"]*)"\s*:|\\u00[2-7]|\x00')
 _CONFIG_NAMES = ("extra_config", "extra_configs")
 """RTP-LLM's objects of a request's options: its document names the first, its source the second."""
 # No field of OpenAI's or vLLM's begins like these.
@@ -49,7 +50,9 @@ class RequestBody:
 
     def add_usage(self) -> bool:
         """Have vLLM end a stream with a chunk for its usage; False if it does so already, or there is no stream."""
-        options = self.vllm_body.get("stream_options") or {}
+        options = self.vllm_body.get("stream_options")
+        options = {} if options is None else options
+        # vLLM refuses options that are no object.
         if not self.vllm_body.get("stream") or not isinstance(options, dict) or options.get("include_usage"):
             return False
         # vLLM ignores `continuous_usage_stats` without `include_usage`, and the client must not get it now.
@@ -58,8 +61,10 @@ class RequestBody:
         return True
 
 
-def read_body(received: bytes) -> RequestBody | None:
+def read_body(received: bytes, max_model_len: int) -> RequestBody | None:
     """Take the plugin's fields out of a body; None if there are none, or vLLM is going to refuse the body.
+
+    `max_model_len`: see `parse_options`.
 
     Raises:
         RequestError: a field is not allowed.
@@ -71,19 +76,22 @@ def read_body(received: bytes) -> RequestBody | None:
     xargs = {} if xargs is None else xargs
     if not isinstance(xargs, dict):
         return None
-    options = take_options(body, xargs)
+    options = take_options(body, xargs, max_model_len)
     if options is None:
         return None
     vllm_body = {**body, "vllm_xargs": {key: value for key, value in xargs.items() if key not in KEYS}}
     return RequestBody(vllm_body, options)
 
 
-def take_options(body: dict[str, Any], xargs: dict[str, Any]) -> RequestOptions | None:
+def take_options(
+    body: dict[str, Any], xargs: dict[str, Any], max_model_len: int | None = None
+) -> RequestOptions | None:
     """Take the plugin's fields out of a body; None if they ask for nothing.
 
     Args:
         body: the fields at the top level, changed in place.
         xargs: those in ``vllm_xargs``.
+        max_model_len: see `parse_options`.
 
     Raises:
         RequestError: a field is not allowed.
@@ -93,7 +101,7 @@ def take_options(body: dict[str, Any], xargs: dict[str, Any]) -> RequestOptions 
         _add_fields(fields, _extra_config(name, body.pop(name, None)))
     check_unknown_keys(body, _OWN_PREFIXES)
     _add_fields(fields, {key: body.pop(key) for key in KEYS if key in body})
-    return parse_options(fields)
+    return parse_options(fields, max_model_len)
 
 
 def _extra_config(name: str, config: Any) -> dict[str, Any]:

@@ -5,14 +5,17 @@ body (`body`), and adds what became of the request's drafts to the response (`re
 """
 
 import time
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm import envs
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.logger import init_logger
 
 from vllm_specplus.requests.body import RequestBody, read_body
@@ -34,6 +37,8 @@ logger = init_logger("vllm.specplus")
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 # In a scope: another PredictedOutputs, further out, takes care of the request.
 _SCOPE_MARK = "specplus"
+_LARGE_BODY = 1 << 20
+_T = TypeVar("_T")
 
 
 class PredictedOutputs:
@@ -58,13 +63,18 @@ class PredictedOutputs:
         engine_client = getattr(_state(scope), "engine_client", None)
         if engine_client is None:
             return await self.app(scope, receive, send)
+        if _lacks_api_key(scope):
+            # vLLM refuses it. Where this stands outside vLLM's check of keys, nothing is read before.
+            return await self.app(scope, receive, send)
         try:
             received = await Request(scope, receive).body()
         except ClientDisconnect:
             return None
         key = uuid4().hex
         try:
-            body = _without_ignored_prediction(read_body(received), engine_client)
+            max_model_len = engine_client.vllm_config.model_config.max_model_len
+            read = await _off_loop(len(received), read_body, received, max_model_len)
+            body = _without_ignored_prediction(read, engine_client)
             resolved = None if body is None else await _resolve(body, engine_client, key)
         except RequestError as error:
             refusal = error_response(HTTPStatus.BAD_REQUEST, "BadRequestError", str(error), error.field)
@@ -107,6 +117,25 @@ def _is_generation(scope: Scope) -> bool:
         and scope["path"].endswith(_PATHS)
         and media_type_of(headers_of(scope)) == JSON_TYPE
     )
+
+
+async def _off_loop(num_bytes: int, function: Callable[..., _T], *args: Any) -> _T:
+    """Call a function whose cost grows with a body: in a thread where the body is large."""
+    if num_bytes > _LARGE_BODY:
+        return await run_in_threadpool(function, *args)
+    return function(*args)
+
+
+def _lacks_api_key(scope: Scope) -> bool:
+    """Whether the server asks for an API key that the request does not bring."""
+    args = getattr(_state(scope), "args", None)
+    # As vLLM's server reads them.
+    keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
+    return bool(keys) and not AuthenticationMiddleware(_no_app, keys).verify_token(headers_of(scope))
+
+
+async def _no_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Stands for the app of a middleware that is not called."""
 
 
 def _state(scope: Scope) -> Any:

@@ -18,6 +18,8 @@ HANDOVER_ENTRY = "specplus_key"
 """The entry of ``extra_args`` that names what `PredictedOutputs` has taken out of an HTTP request."""
 
 _INT32_END = 2**31
+MAX_REFERENCE_FACTOR = 8
+"""A list of more tokens than this many times the model's length is refused, before its elements are looked at."""
 _MAX_NAME_LENGTH = 80
 
 
@@ -129,16 +131,22 @@ _FLAGS = ("sp_edit", "force_disable_sp_run", "force_sp_accept", "aux_info")
 _KEYS_SHOWN_WITH_VALUE = ("sp_edit", "spec_tokens", "force_disable_sp_run", "force_sp_accept")
 
 
-def parse_options(extra_args: Mapping[str, Any]) -> RequestOptions | None:
+def parse_options(extra_args: Mapping[str, Any], max_model_len: int | None = None) -> RequestOptions | None:
     """Read a request's ``extra_args``; None if none of `KEYS` is among them.
 
     A key that begins with ``sp`` or ``force_`` must be one of `KEYS`; other keys are left to other plugins.
 
+    Args:
+        extra_args: what the request writes.
+        max_model_len: bounds the lists in it, see `MAX_REFERENCE_FACTOR`; None = no bound.
+
     Raises:
-        RequestError: an unknown key, a value of a wrong type or range, two references, or `sp_edit` 1 without a
-            reference.
+        RequestError: an unknown key, a value of a wrong type, range or length, two references, or `sp_edit` 1 without
+            a reference.
     """
     check_unknown_keys(extra_args)
+    if max_model_len is not None:
+        _check_lengths(extra_args, MAX_REFERENCE_FACTOR * max_model_len)
     try:
         options = RequestOptions.model_validate({key: extra_args[key] for key in KEYS if key in extra_args})
     except ValidationError as error:
@@ -163,6 +171,22 @@ def check_unknown_keys(extra_args: Mapping[str, Any], prefixes: tuple[str, ...] 
             meant = nearest(spelling, KEYS, cutoff=0.6)
             hint = f"did you mean {meant}? " if meant else ""
             raise RequestError(shown, f"{shown} is not allowed: unknown key; {hint}Allowed: {', '.join(KEYS)}")
+
+
+def _check_lengths(extra_args: Mapping[str, Any], limit: int) -> None:
+    """Check how long the lists of a reference are."""
+    prediction = extra_args.get("prediction")
+    lists = {
+        "sp_advice_prompt_token_ids": extra_args.get("sp_advice_prompt_token_ids"),
+        "prediction": prediction.get("content") if isinstance(prediction, dict) else None,
+    }
+    for field, value in lists.items():
+        if isinstance(value, list) and len(value) > limit:
+            raise RequestError(
+                field,
+                f"{field} is not allowed: its list has {len(value)} elements, and at most {limit} are allowed, "
+                f"{MAX_REFERENCE_FACTOR} times the model's length",
+            )
 
 
 def _check_reference(options: RequestOptions) -> None:
