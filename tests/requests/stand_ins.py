@@ -21,7 +21,9 @@ from vllm_specplus.requests.middleware import PredictedOutputs
 from vllm_specplus.requests.options import HANDOVER_ENTRY, ResolvedOptions
 from vllm_specplus.requests.response import count_tasks
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, INVOCATIONS = "/v1/chat/completions", "/v1/completions", "/invocations"
+OTHER_ROUTES = ("/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
+ROUTES = (CHAT, TEXT, INVOCATIONS, *OTHER_ROUTES, "/v1/embeddings")
 SECRET = "def secret(): return 42"
 PREDICTION = {"type": "content", "content": SECRET}
 ALL_FIELDS = {"prediction": PREDICTION, "aux_info": True}
@@ -158,7 +160,7 @@ class Server:
         self.headers: list[Any] = []
         self.resolved: list[Any] = []
         self.app = Starlette(
-            routes=[Route(path, self._handle, methods=["POST", "PUT"]) for path in (CHAT, TEXT, "/v1/embeddings")],
+            routes=[Route(path, self._handle, methods=["POST", "PUT"]) for path in ROUTES],
             middleware=[Middleware(PredictedOutputs)] * num_middlewares,
         )
         self.app.state.engine_client = self.engine

@@ -15,6 +15,8 @@ from tests.requests.stand_ins import (
     ALL_FIELDS,
     CHAT,
     DETAILS,
+    INVOCATIONS,
+    OTHER_ROUTES,
     PREDICTION,
     SECRET,
     STREAM,
@@ -172,3 +174,44 @@ def test_large_bodies_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyP
     for num_spaces in (0, 1 << 20):
         Server().post(body + b" " * num_spaces)
     assert threads[0] == threading.get_ident() != threads[1]
+
+
+def test_invocations_take_what_the_other_routes_take() -> None:
+    """They ask for no API key, as in vLLM."""
+    server = Server()
+    server.app.state.args.api_key = ["key"]
+    got = server.post(ALL_FIELDS, path=INVOCATIONS).json
+    assert server.resolved == [(letters(SECRET), True, None, True)]
+    assert got["usage"]["completion_tokens_details"] == DETAILS
+    assert server.post({"aux_info": 3}, path=INVOCATIONS).status == 400
+
+
+@pytest.mark.parametrize("path", OTHER_ROUTES)
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"prediction": PREDICTION}, "prediction"),
+        ({"prediction": 3}, "prediction"),
+        ({"aux_info": True}, "aux_info"),
+        ({"extra_config": {"spec_tokens": 2}}, "spec_tokens"),
+        ({"sp_advise_prompt": SECRET}, "sp_advise_prompt"),
+    ],
+)
+def test_other_routes_refuse_what_they_would_ignore(path: str, fields: dict[str, Any], name: str) -> None:
+    server = Server()
+    got = server.post(fields, path=path)
+    assert (got.status, got.json["error"]["param"]) == (400, name)
+    assert not server.bodies
+
+
+@pytest.mark.parametrize("path", OTHER_ROUTES)
+def test_other_routes_leave_the_rest_alone(path: str) -> None:
+    """Fields in ``vllm_xargs`` are checked where vLLM admits the request."""
+    for fields in ({"aux_info": False}, {"vllm_xargs": {"spec_tokens": 2}}, {"input": "sp_edit"}):
+        server = Server()
+        body = json.dumps(fields, indent=1).encode()
+        assert server.post(body, path=path).status == 200
+        assert server.bodies == [body]
+    without_drafter = Server(engine=engine_with(None))
+    assert without_drafter.post({"prediction": PREDICTION}, path=path).status == 200
+    assert without_drafter.body == {"prediction": PREDICTION}

@@ -220,6 +220,7 @@ REQUEST_SEAMS = (
     ),
     Seam("vllm.envs", "VLLM_USE_RUST_FRONTEND", "read: whether requests pass the check"),
     Seam("vllm.envs", "VLLM_API_KEY", "read: whether vLLM is going to refuse a request"),
+    Seam("vllm.entrypoints.serve.middleware.authenticate", "GUARDED_PREFIX", "read: routes that ask for an API key"),
     Seam(
         "vllm.entrypoints.serve.middleware.authenticate",
         "AuthenticationMiddleware.verify_token",

@@ -83,6 +83,29 @@ def read_body(received: bytes, max_model_len: int) -> RequestBody | None:
     return RequestBody(vllm_body, options)
 
 
+def check_other_route(received: bytes, max_model_len: int, drafts: bool) -> None:
+    """Check the body of a route whose requests and answers have other forms, which the plugin's fields do not fit.
+
+    Fields in ``vllm_xargs`` pass: where vLLM admits the request they are checked. Where nothing `drafts`, so does
+    OpenAI's ``prediction``. `max_model_len`: see `parse_options`.
+
+    Raises:
+        RequestError: a field stands where vLLM would ignore it.
+    """
+    body = decode_object(received) if _FIELD_NAMES.search(received) else None
+    if body is None:
+        return
+    if not drafts:
+        body.pop("prediction", None)
+    options = take_options(body, {}, max_model_len)
+    if options is not None:
+        field = options.stated_keys[0]
+        raise RequestError(
+            field,
+            f"{field} is not allowed here: this route would ignore it. Chat completions and completions take it",
+        )
+
+
 def take_options(
     body: dict[str, Any], xargs: dict[str, Any], max_model_len: int | None = None
 ) -> RequestOptions | None:

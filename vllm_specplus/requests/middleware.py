@@ -15,10 +15,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
-from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, AuthenticationMiddleware
 from vllm.logger import init_logger
 
-from vllm_specplus.requests.body import RequestBody, read_body
+from vllm_specplus.requests.body import RequestBody, check_other_route, read_body
 from vllm_specplus.requests.check import handover, no_drafter_error
 from vllm_specplus.requests.engine_client import check_of_engine, has_drafter, speculates
 from vllm_specplus.requests.options import HANDOVER_ENTRY, RequestError, ResolvedOptions
@@ -34,7 +34,9 @@ from vllm_specplus.requests.steps import step_counter
 
 logger = init_logger("vllm.specplus")
 
-_PATHS = ("/v1/chat/completions", "/v1/completions")
+# SageMaker's ``/invocations`` takes the bodies of the other two.
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
+_OTHER_PATHS = ("/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
 # In a scope: another PredictedOutputs, further out, takes care of the request.
 _SCOPE_MARK = "specplus"
 _LARGE_BODY = 1 << 20
@@ -44,11 +46,14 @@ _T = TypeVar("_T")
 class PredictedOutputs:
     """ASGI middleware for ``vllm serve --middleware vllm_specplus.requests.PredictedOutputs``.
 
-    It acts on POSTs of JSON to the chat completions and completions. The plugin's fields do not go to vLLM: their
-    meaning waits in `check.handover`. A request with a reference gets ``accepted_prediction_tokens`` and
-    ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true`` gets RTP-LLM's ``aux_info``
-    (``cost_time`` in milliseconds), a stream in its last chunk. A field that is not allowed is answered with HTTP 400,
-    and so is one that needs the plugin's drafter in an engine without it; OpenAI's ``prediction`` is ignored there.
+    It acts on POSTs of JSON to the chat completions, completions and ``/invocations``. At vLLM's batch of chat
+    completions, Responses and Messages it refuses the plugin's fields outside of ``vllm_xargs``.
+
+    The plugin's fields do not go to vLLM: their meaning waits in `check.handover`. A request with a reference gets
+    ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true``
+    gets RTP-LLM's ``aux_info`` (``cost_time`` in milliseconds), a stream in its last chunk. A field that is not allowed
+    is answered with HTTP 400, and so is one that needs the plugin's drafter in an engine without it; OpenAI's
+    ``prediction`` is ignored there.
     Requests that ask nothing of the plugin pass through unchanged.
     """
 
@@ -73,6 +78,9 @@ class PredictedOutputs:
         key = uuid4().hex
         try:
             max_model_len = engine_client.vllm_config.model_config.max_model_len
+            if scope["path"].endswith(_OTHER_PATHS):
+                await _off_loop(len(received), check_other_route, received, max_model_len, _drafts(engine_client))
+                return await self.app(scope, _replay(received, receive), send)
             read = await _off_loop(len(received), read_body, received, max_model_len)
             body = _without_ignored_prediction(read, engine_client)
             resolved = None if body is None else await _resolve(body, engine_client, key)
@@ -114,7 +122,7 @@ def _is_generation(scope: Scope) -> bool:
     return (
         scope["type"] == "http"
         and scope["method"] == "POST"
-        and scope["path"].endswith(_PATHS)
+        and scope["path"].endswith(_PATHS + _OTHER_PATHS)
         and media_type_of(headers_of(scope)) == JSON_TYPE
     )
 
@@ -128,6 +136,8 @@ async def _off_loop(num_bytes: int, function: Callable[..., _T], *args: Any) -> 
 
 def _lacks_api_key(scope: Scope) -> bool:
     """Whether the server asks for an API key that the request does not bring."""
+    if not scope["path"].removeprefix(scope.get("root_path", "")).startswith(GUARDED_PREFIX):
+        return False
     args = getattr(_state(scope), "args", None)
     # As vLLM's server reads them.
     keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
