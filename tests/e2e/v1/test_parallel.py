@@ -11,7 +11,9 @@ from tests.e2e.references import ask, asking, config_of
 
 
 # Without a draft model, since its passes would wait for the other worker's for ever.
-@pytest.mark.parametrize(("proposer", "shares_prices"), [("mtp_suffix", True), pytest.param("suffix", False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("proposer", "shares_prices"), [("mtp_suffix", True), pytest.param("suffix", False, marks=pytest.mark.slow)]
+)
 def test_all_workers_draft_alike(
     proposer: str, shares_prices: bool, trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,9 @@ def base(tiny: Path, trained: Path) -> dict[Path, list[list[int]]]:
     return texts
 
 
-@pytest.mark.parametrize("proposer", marked(sorted(DRAFTING), {"mtp_ngram", "naive"}, slow={"mtp_suffix", "draft_model_ngram"}))
+@pytest.mark.parametrize(
+    "proposer", marked(sorted(DRAFTING), {"mtp_ngram", "naive"}, slow={"mtp_suffix", "draft_model_ngram"})
+)
 def test_greedy_text_is_the_text_without_speculation(
     proposer: str, tiny: Path, trained: Path, draft: Path, base: dict[Path, list[list[int]]]
 ) -> None:
