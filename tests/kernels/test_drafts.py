@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import drafts as kernels
-from vllm_specplus.kernels.drafts import continue_forecasts, write_one_hot_rows
+from vllm_specplus.kernels.drafts import (
+    begin_drafts,
+    continue_forecasts,
+    finish_drafts,
+    prefer_forecasts,
+    report_tokens,
+    write_one_hot_rows,
+)
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
 
 pytestmark = pytest.mark.interpreter
@@ -266,7 +273,19 @@ def test_safe_to_capture_in_a_cuda_graph(monkeypatch):
 
 
 def compile_ahead_of_time():
-    """Run in a process of its own: compile both kernels as they are launched."""
+    """Run in a process of its own: compile the kernels as they are launched."""
+    names = ("_begin_kernel", "_report_kernel", "_finish_kernel", "_prefer_kernel")
+    around = {name: AheadOfTime(getattr(kernels, name)) for name in names}
+    for name, kernel in around.items():
+        setattr(kernels, name, kernel)
+    drafts, rows, counts = torch.zeros(3, 5, dtype=torch.int64), torch.arange(3), torch.zeros(4, 3, dtype=torch.int64)
+    ints = torch.zeros(3, dtype=torch.int32)
+    begin_drafts(drafts, drafts[:, :2], ints, rows, ints, counts, 5)
+    begin_drafts(drafts, None, ints, rows, ints, counts, 0)
+    report_tokens(torch.zeros(4, 9, dtype=torch.int32), ints, rows, ints, drafts[:, :2], 5)
+    finish_drafts(drafts, rows, ints, ints, ints, ints)
+    prefer_forecasts(drafts, ints, ints, drafts, ints, ints, rows, ints, 1, 2)
+    assert all(kernel.compiled for kernel in around.values())
     goes_on, one_hot = AheadOfTime(kernels._continue_kernel), AheadOfTime(kernels._one_hot_kernel)
     kernels._continue_kernel, kernels._one_hot_kernel = goes_on, one_hot
     continue_forecasts(**arguments())
@@ -274,9 +293,62 @@ def compile_ahead_of_time():
     continue_forecasts(**arguments(width=1, forecast=torch.zeros(2, 1, dtype=torch.int32)))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         write_one_hot_rows(**one_hot_arguments(vocab_size=151_936, dtype=dtype))
+    continue_forecasts(**arguments(agreed=ints[:2]))
     print("compiled", len(goes_on.compiled), len(one_hot.compiled))
 
 
 def test_kernels_compile_for_a_gpu(tmp_path):
     code = "from tests.kernels import test_drafts; test_drafts.compile_ahead_of_time()"
-    assert "compiled 3 3" in run_without_interpreter(code, tmp_path)
+    assert "compiled 4 3" in run_without_interpreter(code, tmp_path)
+
+
+@pytest.mark.parametrize("num_steps", [None, 0, 2, 5])
+@pytest.mark.parametrize("width", [0, 3, 5])
+def test_begin(num_steps: int | None, width: int) -> None:
+    drafts = torch.full((3, 7), SENTINEL)
+    model = None if num_steps is None else torch.arange(24).reshape(3, 8)[:, :num_steps]
+    rows, num_sampled = torch.tensor([4, 0, 2], dtype=torch.int32), torch.tensor([2, 0, 1, 9], dtype=torch.int32)
+    max_drafts, counts = torch.full((3,), SENTINEL, dtype=torch.int32), torch.full((6, 3), 10)
+    begin_drafts(drafts[:, :5], model, num_sampled, rows, max_drafts, counts, width)
+    assert max_drafts.tolist() == [width, 0, width]
+    assert counts[:, 0].tolist() == [10, 10, 11, 10, 11, 10]
+    assert (counts[:, 1:] == 10).all()
+    steps = num_steps or 0
+    if model is not None:
+        assert torch.equal(drafts[:, :steps], model)
+    assert (drafts[:, steps:] == SENTINEL).all()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2, 5])
+def test_report(num_steps: int) -> None:
+    token_ids = torch.arange(100, 160, dtype=torch.int32).reshape(4, 15)[:, :12]
+    num_tokens = torch.tensor([12, 0, 1, 4], dtype=torch.int32)
+    rows, most = torch.tensor([3, 0, 2], dtype=torch.int32), torch.tensor([5, 0, 2], dtype=torch.int32)
+    drafts = torch.arange(21).reshape(3, 7)[:, :5]
+    report = report_tokens(token_ids, num_tokens, rows, most, drafts[:, :num_steps], 5).tolist()
+    for i, row in enumerate(rows.tolist()):
+        length = int(num_tokens[row])
+        latest = [int(token_ids[row, max(length - 1 - back, 0)]) for back in range(6)]
+        assert report[i] == [length, int(most[i]), *latest, *drafts[i, :num_steps].tolist()]
+
+
+def test_finish() -> None:
+    drafts = torch.tensor([[7, -1, -1, -1], [0, 2**31 - 1, 5, -1]])
+    by_state = torch.full((2, 4), SENTINEL, dtype=torch.int32)
+    counts = torch.tensor([[1, 2], [0, 1]], dtype=torch.int32)
+    finish_drafts(drafts[:, :3], torch.tensor([3, 1], dtype=torch.int32), *counts, *by_state)
+    assert drafts.tolist() == [[7, 0, 0, -1], [0, 2**31 - 1, 5, -1]]
+    assert by_state.tolist() == [[SENTINEL, 2, SENTINEL, 1], [SENTINEL, 1, SENTINEL, 0]]
+
+
+def test_prefer() -> None:
+    """A forecast that tokens speak for comes first, and one that none does only where there are no drafts."""
+    drafts, forecast = torch.full((4, 3), 7), torch.arange(12).reshape(4, 3)
+    counts = torch.tensor([[2, 0, 3, 3], [1, 0, 2, 2]], dtype=torch.int32)
+    about = torch.tensor([[3, 2, 0, 1], [1, -1, 5, 0]], dtype=torch.int32)
+    sources, rows = torch.full((6,), SENTINEL, dtype=torch.int32), torch.tensor([5, 1, 0, 2])
+    num_drafts, num_model = prefer_forecasts(drafts, *counts, forecast, *about, rows, sources, 10, 20)
+    assert drafts.tolist() == [[0, 1, 2], [3, 4, 5], [7, 7, 7], [7, 7, 7]]
+    assert num_drafts.tolist() == [3, 2, 3, 3]
+    assert num_model.tolist() == [0, 0, 2, 2]
+    assert sources.tolist() == [20, 10, 20, SENTINEL, SENTINEL, 10]

@@ -1,9 +1,13 @@
-"""Kernels for drafts on the device: forecasts made one step earlier, and the distribution of drafts not sampled.
+"""Kernels around a step's drafts, forecasts made one step earlier, and the distribution of drafts not sampled.
 
 | kernel             | programs                            | does                                                     |
 |--------------------|-------------------------------------|----------------------------------------------------------|
+| `_begin_kernel`    | requests                            | takes the model's drafts, and says how many there may be |
+| `_report_kernel`   | requests                            | gathers for the host the latest tokens and these drafts  |
+| `_finish_kernel`   | requests                            | pads with token 0, and notes the counts by request state |
 | `_continue_kernel` | requests                            | compares a forecast with the tokens that came, and       |
 |                    |                                     | drafts its tokens behind them                            |
+| `_prefer_kernel`   | requests                            | puts a forecast in the place of other drafts             |
 | `_one_hot_kernel`  | requests x slots x blocks of tokens | writes the distribution of a draft that was not sampled  |
 
 The host reads nothing back, and grids depend on shapes alone.
@@ -51,6 +55,182 @@ class _Forecasts(NamedTuple):
     replaces_model_ptr: torch.Tensor
 
 
+def begin_drafts(
+    drafts: torch.Tensor,
+    model_drafts: torch.Tensor | None,
+    num_sampled: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    max_drafts: torch.Tensor,
+    request_counts: torch.Tensor,
+    width: int,
+) -> None:
+    """Take over the model's drafts, count the step for the requests that got tokens, and let only these have drafts.
+
+    Args:
+        drafts: [num_reqs, K] int64, changed in place: the model's drafts in its first columns; rows may be strided.
+        model_drafts: [num_reqs, num_steps] int64, rows may be strided; None: there are none.
+        num_sampled: [>= num_reqs] int32, tokens that each request got in this step.
+        idx_mapping: [num_reqs] int32 or int64, the row of each request in `request_counts`.
+        max_drafts: [num_reqs] int32, takes `width` for a request that got tokens, and 0 for the others.
+        request_counts: [max_num_reqs, 3] int64, contiguous, changed in place: column 0 counts the steps.
+        width: slots to fill, 0..K.
+    """
+    num_steps = 0 if model_drafts is None else model_drafts.shape[1]
+    source = drafts if model_drafts is None else model_drafts
+    if len(drafts):
+        _begin_kernel[(len(drafts),)](
+            drafts,
+            drafts.stride(0),
+            source,
+            source.stride(0),
+            num_sampled,
+            idx_mapping,
+            max_drafts,
+            request_counts,
+            num_steps,
+            width,
+            BLOCK_WIDTH=triton.next_power_of_2(max(drafts.shape[1], 1)),
+            num_warps=1,
+        )
+
+
+@triton.jit(do_not_specialize=["model_stride", "num_steps", "width"])
+def _begin_kernel(
+    drafts_ptr,  # changed in place
+    stride,
+    model_ptr,
+    model_stride,
+    num_sampled_ptr,
+    idx_mapping_ptr,
+    max_drafts_ptr,  # out
+    request_counts_ptr,  # changed in place
+    num_steps,
+    width,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Grid (num_reqs,)."""
+    i_req = tl.program_id(0).to(tl.int64)
+    row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
+    got_tokens = tl.load(num_sampled_ptr + i_req) > 0
+    columns = tl.arange(0, BLOCK_WIDTH)
+    is_model = columns < num_steps
+    model = tl.load(model_ptr + i_req * model_stride + columns, mask=is_model)
+    tl.store(drafts_ptr + i_req * stride + columns, model, mask=is_model)
+    tl.store(max_drafts_ptr + i_req, tl.where(got_tokens, width, 0))
+    p_steps = request_counts_ptr + row * 3
+    tl.store(p_steps, tl.load(p_steps) + got_tokens.to(tl.int64))
+
+
+def report_tokens(
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    max_drafts: torch.Tensor,
+    model_drafts: torch.Tensor,
+    width: int,
+) -> torch.Tensor:
+    """Gather what the host is to know of a step.
+
+    Args:
+        token_ids, num_tokens, idx_mapping, max_drafts: as for `continue_forecasts`.
+        model_drafts: [num_reqs, num_steps] int64, at most K of them; rows may be strided.
+        width: K, the most drafts of a request.
+
+    Returns:
+        [num_reqs, 3 + K + num_steps] int32: known tokens, most drafts, the K + 1 latest tokens (newest first), the
+        model's drafts. Before a text's beginning stands its first token.
+    """
+    num_reqs, num_steps = model_drafts.shape
+    report = torch.empty(num_reqs, 3 + width + num_steps, dtype=torch.int32, device=model_drafts.device)
+    if num_reqs:
+        _report_kernel[(num_reqs,)](
+            _Texts(token_ids, token_ids.stride(0), num_tokens, idx_mapping),
+            Drafts(model_drafts, model_drafts.stride(0)),
+            max_drafts,
+            report,
+            num_steps,
+            WIDTH=width,
+            BLOCK_WIDTH=triton.next_power_of_2(width + 1),
+            num_warps=1,
+        )
+    return report
+
+
+@triton.jit(do_not_specialize=["num_steps"])
+def _report_kernel(
+    texts,  # _Texts
+    model_drafts,  # Drafts
+    max_drafts_ptr,
+    report_ptr,  # out
+    num_steps,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Grid (num_reqs,)."""
+    i_req = tl.program_id(0).to(tl.int64)
+    row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
+    num_tokens = tl.load(texts.num_tokens_ptr + row)
+    p_report = report_ptr + i_req * (3 + WIDTH + num_steps)
+    tl.store(p_report, num_tokens)
+    tl.store(p_report + 1, tl.load(max_drafts_ptr + i_req))
+    columns = tl.arange(0, BLOCK_WIDTH)
+    at = tl.maximum(num_tokens - 1 - columns, 0)
+    latest = tl.load(texts.ptr + row * texts.stride + at, mask=columns <= WIDTH)
+    tl.store(p_report + 2 + columns, latest, mask=columns <= WIDTH)
+    is_model = columns < num_steps
+    model = tl.load(model_drafts.ptr + i_req * model_drafts.stride + columns, mask=is_model)
+    tl.store(p_report + 3 + WIDTH + columns, model.to(tl.int32), mask=is_model)
+
+
+def finish_drafts(
+    drafts: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    num_drafts: torch.Tensor,
+    num_model: torch.Tensor,
+    num_drafts_by_state: torch.Tensor,
+    num_model_by_state: torch.Tensor,
+) -> None:
+    """Pad drafts with token 0, and note their numbers by request state.
+
+    Args:
+        drafts: [num_reqs, K] int64, changed in place: 0 for each negative token; rows may be strided.
+        idx_mapping: [num_reqs] int32 or int64, the request states.
+        num_drafts, num_model: [num_reqs] int32, drafts of each request, and how many of them are the model's.
+        num_drafts_by_state, num_model_by_state: [max_num_reqs] int32, changed in place.
+    """
+    num_reqs, width = drafts.shape
+    if num_reqs:
+        _finish_kernel[(num_reqs,)](
+            Drafts(drafts, drafts.stride(0)),
+            idx_mapping,
+            DraftCounts(num_drafts, num_model),
+            DraftCounts(num_drafts_by_state, num_model_by_state),
+            WIDTH=width,
+            BLOCK_WIDTH=triton.next_power_of_2(width),
+            num_warps=1,
+        )
+
+
+@triton.jit
+def _finish_kernel(
+    drafts,  # Drafts, changed in place
+    idx_mapping_ptr,
+    counts,  # DraftCounts
+    by_state,  # out: DraftCounts, by request state
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Grid (num_reqs,)."""
+    i_req = tl.program_id(0).to(tl.int64)
+    row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
+    columns = tl.arange(0, BLOCK_WIDTH)
+    p_drafts = drafts.ptr + i_req * drafts.stride + columns
+    tokens = tl.load(p_drafts, mask=columns < WIDTH, other=0)
+    tl.store(p_drafts, tl.maximum(tokens, 0), mask=columns < WIDTH)
+    tl.store(by_state.num_drafts_ptr + row, tl.load(counts.num_drafts_ptr + i_req))
+    tl.store(by_state.num_model_ptr + row, tl.load(counts.num_model_ptr + i_req))
+
+
 def continue_forecasts(
     token_ids: torch.Tensor,
     num_tokens: torch.Tensor,
@@ -63,6 +243,7 @@ def continue_forecasts(
     *,
     num_model_steps: int,
     max_drafts: torch.Tensor,
+    agreed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draft from forecasts that were made of each request before its latest tokens were known.
 
@@ -82,6 +263,7 @@ def continue_forecasts(
         replaces_model: [num_reqs] int32, whether the forecast takes the place of the model's drafts.
         num_model_steps: drafts that the model made for each request, 0..K.
         max_drafts: [num_reqs] int32, the longest list each request may get.
+        agreed: [num_reqs] int32, changed in place: how many tokens before a forecast agree, and then before its rest.
 
     Returns:
         [num_reqs] int32 drafts of each request, and how many of them are the model's.
@@ -96,6 +278,7 @@ def continue_forecasts(
             _Forecasts(forecast, forecast.shape[1], num_forecast, base_len, replaces_model),
             max_drafts,
             DraftCounts(num_drafts, num_model),
+            agreed,
             WIDTH=width,
             NUM_STEPS=num_model_steps,
             BLOCK_WIDTH=triton.next_power_of_2(width),
@@ -112,6 +295,7 @@ def _continue_kernel(
     forecasts,  # _Forecasts
     max_drafts_ptr,
     counts,  # out: DraftCounts
+    agreed_ptr,  # changed in place, or None
     WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -149,6 +333,88 @@ def _continue_kernel(
     tl.store(p_drafts + columns, tokens, mask=(columns >= num_model) & (columns < WIDTH))
     tl.store(counts.num_drafts_ptr + i_req, num_drafts)
     tl.store(counts.num_model_ptr + i_req, num_model)
+    if agreed_ptr is not None:
+        tl.store(agreed_ptr + i_req, tl.load(agreed_ptr + i_req) + num_new)
+
+
+def prefer_forecasts(
+    drafts: torch.Tensor,
+    num_drafts: torch.Tensor,
+    num_model: torch.Tensor,
+    forecast: torch.Tensor,
+    num_forecast: torch.Tensor,
+    agreed: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    sources: torch.Tensor,
+    forecast_source: int,
+    other_source: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace a request's drafts with a forecast.
+
+    A forecast that no token speaks for, not even the newest, is used only where there would be no drafts.
+
+    Args:
+        drafts: [num_reqs, K] int64, changed in place; rows may be strided.
+        num_drafts, num_model: [num_reqs] int32, drafts of each request, and how many of them are the model's.
+        forecast: [num_reqs, >= K] int64, rows may be strided.
+        num_forecast: [num_reqs] int32, tokens of each forecast.
+        agreed: [num_reqs] int32, how many tokens before it agree.
+        idx_mapping: [num_reqs] int32 or int64, the row of each request in `sources`.
+        sources: [max_num_reqs] int32, takes `forecast_source` or `other_source`, the one whose drafts are used.
+
+    Returns:
+        The new `num_drafts` and `num_model`.
+    """
+    num_reqs, width = drafts.shape
+    counts = DraftCounts(torch.empty_like(num_drafts), torch.empty_like(num_model))
+    if num_reqs:
+        _prefer_kernel[(num_reqs,)](
+            Drafts(drafts, drafts.stride(0)),
+            DraftCounts(num_drafts, num_model),
+            Drafts(forecast, forecast.stride(0)),
+            num_forecast,
+            agreed,
+            idx_mapping,
+            sources,
+            counts,
+            WIDTH=width,
+            FORECAST_SOURCE=forecast_source,
+            OTHER_SOURCE=other_source,
+            BLOCK_WIDTH=triton.next_power_of_2(max(width, 1)),
+            num_warps=1,
+        )
+    return counts.num_drafts_ptr, counts.num_model_ptr
+
+
+@triton.jit
+def _prefer_kernel(
+    drafts,  # Drafts, changed in place
+    counts,  # DraftCounts
+    forecast,  # Drafts
+    num_forecast_ptr,
+    agreed_ptr,
+    idx_mapping_ptr,
+    sources_ptr,  # out, by request state
+    new_counts,  # out: DraftCounts
+    WIDTH: tl.constexpr,
+    FORECAST_SOURCE: tl.constexpr,
+    OTHER_SOURCE: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Grid (num_reqs,)."""
+    i_req = tl.program_id(0).to(tl.int64)
+    row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
+    num_drafts = tl.load(counts.num_drafts_ptr + i_req)
+    num_model = tl.load(counts.num_model_ptr + i_req)
+    num_forecast = tl.load(num_forecast_ptr + i_req)
+    is_first = (num_forecast > 0) & ((tl.load(agreed_ptr + i_req) > 0) | (num_drafts == 0))
+    columns = tl.arange(0, BLOCK_WIDTH)
+    is_copied = columns < tl.where(is_first, WIDTH, 0)
+    tokens = tl.load(forecast.ptr + i_req * forecast.stride + columns, mask=is_copied)
+    tl.store(drafts.ptr + i_req * drafts.stride + columns, tokens, mask=is_copied)
+    tl.store(new_counts.num_drafts_ptr + i_req, tl.where(is_first, num_forecast, num_drafts))
+    tl.store(new_counts.num_model_ptr + i_req, tl.where(is_first, 0, num_model))
+    tl.store(sources_ptr + row, tl.where(is_first, FORECAST_SOURCE, OTHER_SOURCE))
 
 
 def write_one_hot_rows(

@@ -176,7 +176,6 @@ def guard_all(guard: Guard, speculator: type) -> dict[str, list[int]]:
         (VariableLengthHandler, "set_draft_tokens"),
         (CountingRejectionSampler, "__call__"),
         (RequestTracker, "limit"),
-        (RequestTracker, "count_steps"),
         (RequestTracker, "put_references_first"),
         (RequestTracker, "count_drafts"),
     ]

@@ -22,7 +22,14 @@ pytestmark = pytest.mark.interpreter
 
 KERNELS = {
     counts: ["_count_kernel"],
-    drafts: ["_continue_kernel", "_one_hot_kernel"],
+    drafts: [
+        "_begin_kernel",
+        "_report_kernel",
+        "_finish_kernel",
+        "_prefer_kernel",
+        "_continue_kernel",
+        "_one_hot_kernel",
+    ],
     ngram: ["_search_kernel", "_fill_kernel"],
     verify: ["row_stats_kernel", "judge_kernel", "race_kernel", "emit_kernel", "accept_greedy_kernel"],
     judgement: ["_judge_kernel", "_update_kernel"],
@@ -115,4 +122,4 @@ def test_warm_up_leaves_nothing(trained: Path, draft: Path) -> None:
         assert (states.top_p.np == before).all()
         assert drafting.draft_tokens[0].tolist() == [0] * drafting.width
         assert not any(map(any, drafting.requests.stats()["drafted"].values()))
-        assert not drafting.requests._request_counts.any()
+        assert not drafting.requests.request_counts.any()

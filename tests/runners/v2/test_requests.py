@@ -12,6 +12,7 @@ from tests.kernels.test_drafts import Request, continued
 from tests.runners.test_live_requests import model_config, new_request
 from tests.runners.v2.suffix_engine import Event
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.kernels.drafts import begin_drafts
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.runners import live_requests
 from vllm_specplus.runners.v2 import requests as v2_requests
@@ -143,10 +144,11 @@ class Engine:
             end = int(self.total_len[index])
             self.token_ids[index, end : end + len(new)] = torch.tensor(new, dtype=torch.int32)
             self.total_len[index] = end + len(new)
-        tracker.count_steps(batch, num_sampled)
-        max_drafts = tracker.limit(batch, (num_sampled[: len(sampled)] > 0).to(torch.int32) * width)
         lists = [(others or {}).get(req_id, ([], 0)) for req_id in sampled]
         drafts = torch.tensor([(tokens + [-1] * width)[:width] for tokens, _ in lists]).reshape(len(lists), width)
+        most = torch.zeros(len(sampled), dtype=torch.int32)
+        begin_drafts(drafts, None, num_sampled, batch.idx_mapping, most, tracker.request_counts, width)
+        max_drafts = tracker.limit(batch, most)
         if tracker.requests_with_reference(batch):
             self.copier.advance(batch, drafts, 0, max_drafts)
         num_drafts, num_model = tracker.put_references_first(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.kernels.drafts import begin_drafts, finish_drafts
 from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
 from vllm_specplus.runners.v2.fillers import EmptyFiller, NgramFiller, ReferencesFirst, SlotFiller
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
@@ -45,6 +46,7 @@ class Drafting:
         self.draft_tokens = torch.zeros(max_num_reqs, self.width, dtype=torch.int64, device=device)
         self.num_drafts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.num_model = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._max_drafts = torch.zeros_like(self.num_drafts)
         self.confidences: torch.Tensor | None = None
         if options.is_hybrid and vllm_config.speculative_config.enable_adaptive_verification:
             self.confidences = torch.zeros(max_num_reqs, self.width, dtype=torch.float32, device=device)
@@ -108,22 +110,20 @@ class Drafting:
         num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
         draft_tokens = self.draft_tokens[:num_reqs]
         num_steps = 0 if model_drafts is None else model_drafts.shape[1]
-        if model_drafts is not None:
-            draft_tokens[:, :num_steps] = model_drafts
-        self.requests.count_steps(input_batch, num_sampled)
         # Kernels are compiled for all K slots, and `max_drafts` keeps to the width of this step.
-        decodes = (num_sampled[:num_reqs] > 0).to(torch.int32)
-        max_drafts = self.requests.limit(input_batch, decodes * width)
+        max_drafts = self._max_drafts[:num_reqs]
+        request_counts = self.requests.request_counts
+        begin_drafts(draft_tokens, model_drafts, num_sampled, idx_mapping, max_drafts, request_counts, width)
+        max_drafts = self.requests.limit(input_batch, max_drafts)
         arrival = None
         if self._slot_filler.needs_every_step or self.requests.requests_with_reference(input_batch):
             arrival = self._copier.advance(input_batch, draft_tokens, num_steps, max_drafts)
         if width == 0:
+            decodes = (num_sampled[:num_reqs] > 0).to(torch.int32)
             self._slot_filler.skip(input_batch, draft_tokens, num_steps, decodes, arrival)
             return draft_tokens, self.num_drafts[idx_mapping], self.num_model[idx_mapping]
         num_drafts, num_model = self._slot_filler.fill(input_batch, draft_tokens, num_steps, max_drafts, arrival)
-        draft_tokens.clamp_(min=0)
-        self.num_drafts[idx_mapping] = num_drafts
-        self.num_model[idx_mapping] = num_model
+        finish_drafts(draft_tokens, idx_mapping, num_drafts, num_model, self.num_drafts, self.num_model)
         return draft_tokens, num_drafts, num_model
 
     def _make_slot_filler(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_specplus.kernels.drafts import continue_forecasts
+from vllm_specplus.kernels.drafts import continue_forecasts, report_tokens
 
 if TYPE_CHECKING:
     from vllm_specplus.runners.v2.states import FollowedRequestState
@@ -160,6 +160,16 @@ class TokenCopier:
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
 
+    def pack_to_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Copy arrays to the device as int32 tensors of their shapes, all in one copy, without waiting."""
+        # Triton compiles a kernel anew for a pointer that is not a multiple of 16 bytes.
+        *starts, size = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)]).tolist()
+        packed = np.zeros(size, np.int32)
+        for array, start in zip(arrays, starts, strict=True):
+            packed[start : start + array.size] = array.ravel()
+        on_device = self.to_device(packed)
+        return [on_device[at : at + array.size].view(array.shape) for array, at in zip(arrays, starts, strict=True)]
+
     def continue_chains(
         self,
         input_batch: Any,
@@ -182,21 +192,25 @@ class TokenCopier:
             before them agree.
         """
         states, idx_mapping = self._req_states, input_batch.idx_mapping
-        base_len = self.to_device(self.mirror.num_tokens[input_batch.idx_mapping_np].astype(np.int32))
+        base = self.mirror.num_tokens[input_batch.idx_mapping_np]
+        forecast, num_forecast, agreed_on_device, base_len, replaces = self.pack_to_device(
+            token_ids, num_tokens, agreed, base, np.zeros_like(base)
+        )
         continued = torch.empty(len(idx_mapping), self._width, dtype=torch.int64, device=self._device)
         num_continued, _ = continue_forecasts(
             states.all_token_ids.gpu,
             states.total_len.gpu,
             idx_mapping,
             continued,
-            self.to_device(token_ids),
-            self.to_device(num_tokens),
+            forecast,
+            num_forecast,
             base_len,
-            torch.zeros_like(base_len),
+            replaces,
             num_model_steps=0,
             max_drafts=max_drafts,
+            agreed=agreed_on_device,
         )
-        return continued, num_continued, self.to_device(agreed) + states.total_len.gpu[idx_mapping] - base_len
+        return continued, num_continued, agreed_on_device
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Begin to copy a tensor to the host; return the copy, and the event after which it may be read."""
@@ -208,14 +222,17 @@ class TokenCopier:
         return copy, done
 
     def _send(self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor) -> Arrival:
-        states, idx_mapping = self._req_states, input_batch.idx_mapping
-        lengths = states.total_len.gpu[idx_mapping]
         # A request gets at most one token more than it has drafts.
-        back = torch.arange(self._width + 1, dtype=torch.int32, device=self._device)
-        at = (lengths[:, None] - 1 - back).clamp_(min=0).long()
-        latest = states.all_token_ids.gpu[idx_mapping[:, None], at]
-        columns = (lengths[:, None], max_drafts[:, None], latest, drafts[:, :num_steps].to(torch.int32))
-        rows, done = self.to_host(torch.cat(columns, dim=1))
+        states = self._req_states
+        report = report_tokens(
+            states.all_token_ids.gpu,
+            states.total_len.gpu,
+            input_batch.idx_mapping,
+            max_drafts,
+            drafts[:, :num_steps],
+            self._width,
+        )
+        rows, done = self.to_host(report)
         indices = input_batch.idx_mapping_np
         return Arrival(input_batch.req_ids, indices, self.mirror.generation[indices], rows, done)
 

@@ -13,7 +13,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels.counts import count_drafts
-from vllm_specplus.kernels.drafts import continue_forecasts
+from vllm_specplus.kernels.drafts import continue_forecasts, prefer_forecasts, report_tokens
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 class RequestTracker:
-    """Follows the requests of a runner from step to step; drafting and verification ask it, the worker tells it."""
+    """Follows the requests of a runner from step to step; drafting and verification ask it, the worker tells it.
+
+    Attributes:
+        request_counts: [max_num_reqs, 3] int64 by request state: steps that gave tokens, drafts of the reference, those
+            accepted. The rows of requests that ask for nothing are not read.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: "FollowedRequestState", copier: TokenCopier):
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
@@ -41,8 +46,7 @@ class RequestTracker:
         # By request state: the source of drafts that are not the model's.
         self._fill_source = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2, len(SOURCES), self._width, dtype=torch.int64, device=device)
-        # By request state: steps that gave tokens, drafts of the reference, those accepted.
-        self._request_counts = torch.zeros(max_num_reqs, 3, dtype=torch.int64, device=device)
+        self.request_counts = torch.zeros(max_num_reqs, 3, dtype=torch.int64, device=device)
 
     def before_step(self, scheduler_output: Any) -> None:
         """Take note of the requests that begin and end with a step.
@@ -70,10 +74,10 @@ class RequestTracker:
         """
         none = torch.zeros(1, dtype=torch.int32, device=drafts.device)
         idx_mapping = torch.zeros(1, dtype=torch.int64, device=drafts.device)
+        texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu, idx_mapping
+        report_tokens(*texts, none, drafts[:, :0], self._width)
         continue_forecasts(
-            self._req_states.all_token_ids.gpu,
-            self._req_states.total_len.gpu,
-            idx_mapping,
+            *texts,
             drafts,
             none.new_zeros(1, self._copier.reach),
             none,
@@ -81,11 +85,14 @@ class RequestTracker:
             none,
             num_model_steps=0,
             max_drafts=none,
+            agreed=none.clone(),
         )
+        sources = self._fill_source, REFERENCE, self._history_source
+        prefer_forecasts(drafts, none, none, drafts, none, none, idx_mapping, *sources)
         drafts.zero_()
         count_drafts(
             self._counts,
-            self._request_counts,
+            self.request_counts,
             none,
             none.new_zeros(2),
             idx_mapping,
@@ -106,7 +113,7 @@ class RequestTracker:
         request = self.live_requests.get(req_id)
         if request is not None:
             self._requests_by_state[index] = request
-            self._request_counts[index].zero_()
+            self.request_counts[index].zero_()
 
     def end(self, index: int) -> None:
         """Take note of a request that leaves its place, at its end or because it is preempted."""
@@ -115,7 +122,7 @@ class RequestTracker:
             return
         self._fill_source[index].fill_(self._history_source)
         if request.counts_key is not None:
-            self.live_requests.counts.add_later(request.counts_key, self._request_counts[index].clone())
+            self.live_requests.counts.add_later(request.counts_key, self.request_counts[index].clone())
 
     def has_ended(self, req_id: str) -> bool:
         """Whether a request that leaves its place in this step has ended; otherwise it may come back."""
@@ -154,13 +161,6 @@ class RequestTracker:
             return max_drafts
         return torch.minimum(max_drafts, self._copier.to_device(allowed.astype(np.int32)))
 
-    def count_steps(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
-        """Count the step for the requests that got tokens in it; `num_sampled`: [B] int32."""
-        if self._requests_by_state:
-            idx_mapping = input_batch.idx_mapping
-            got_tokens = (num_sampled[: len(idx_mapping)] > 0).to(torch.int64)
-            self._request_counts[:, 0].index_add_(0, idx_mapping, got_tokens)
-
     def put_references_first(
         self,
         input_batch: Any,
@@ -183,13 +183,16 @@ class RequestTracker:
         found = self.continue_references(input_batch, max_drafts)
         if found is None:
             return num_drafts, num_model
-        continued, num_continued, agreed = found
-        # A guess that no output token supports, not even the newest, is used only when the request would otherwise
-        # have no drafts.
-        is_first = (num_continued > 0) & ((agreed > 0) | (num_drafts == 0))
-        drafts.copy_(torch.where(is_first[:, None], continued[:, : drafts.shape[1]], drafts))
-        self.set_fill_source(input_batch.idx_mapping, torch.where(is_first, REFERENCE, self._history_source))
-        return torch.where(is_first, num_continued, num_drafts), torch.where(is_first, 0, num_model)
+        return prefer_forecasts(
+            drafts,
+            num_drafts,
+            num_model,
+            *found,
+            input_batch.idx_mapping,
+            self._fill_source,
+            REFERENCE,
+            self._history_source,
+        )
 
     def continue_references(
         self, input_batch: Any, max_drafts: torch.Tensor
@@ -239,7 +242,7 @@ class RequestTracker:
         """
         count_drafts(
             self._counts,
-            self._request_counts,
+            self.request_counts,
             num_sampled,
             input_batch.cu_num_logits,
             input_batch.idx_mapping,
@@ -255,5 +258,5 @@ class RequestTracker:
 
     def collect_request_stats(self, key: str) -> dict[str, int] | None:
         """Collect the counts of one key, once: see ``RequestCounts.collect``; waits for the device."""
-        running = [self._request_counts[index] for index, r in self._requests_by_state.items() if r.counts_key == key]
+        running = [self.request_counts[index] for index, r in self._requests_by_state.items() if r.counts_key == key]
         return self.live_requests.counts.collect(key, running)

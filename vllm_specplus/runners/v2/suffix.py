@@ -98,7 +98,7 @@ class SuffixFiller(SlotFiller):
             [B, <= K] tokens, [B] int32 their number, [B] int32 how many tokens before them agree.
         """
         self._take_in(arrival)
-        history, to_device = self._history(input_batch), self._copier.to_device
+        history = self._history(input_batch)
         if self._copier.is_async:
             match = self._matcher.match(history, None, np.full(len(history.req_ids), self._copier.reach, np.int32))
             yield self._copier.continue_chains(
@@ -111,7 +111,10 @@ class SuffixFiller(SlotFiller):
         for start in range(num_passes + 1):
             drafts_before = model_drafts[:, :start] if start else None
             match = self._matcher.match(history, drafts_before, np.maximum(limits - start, 0))
-            yield to_device(match.token_ids), to_device(match.num_tokens), to_device(match.match_len)
+            tokens, num_tokens, match_len = self._copier.pack_to_device(
+                match.token_ids, match.num_tokens, match.match_len
+            )
+            yield tokens, num_tokens, match_len
 
     def _take_in(self, arrival: Arrival | None) -> None:
         """Add the last tokens of requests that have finished, and drop the state of those that have gone."""
@@ -160,12 +163,13 @@ class SuffixFiller(SlotFiller):
         else:
             lists = self._matcher.match(history, None, limits).to_lists()
             num_model = np.zeros(len(lists), np.int32)
-        padded = np.full((len(lists), drafts.shape[1]), -1, np.int64)
+        padded = np.full((len(lists), drafts.shape[1]), -1, np.int32)
         for i, row in enumerate(lists):
             padded[i, : len(row)] = row
-        drafts.copy_(self._copier.to_device(padded))
-        counts = np.array([len(row) for row in lists], np.int32)
-        return self._copier.to_device(counts), self._copier.to_device(num_model)
+        counts = np.array([len(row) for row in lists])
+        tokens, num_drafts, num_from_model = self._copier.pack_to_device(padded, counts, num_model)
+        drafts.copy_(tokens)
+        return num_drafts, num_from_model
 
     def _continue(
         self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor
@@ -181,10 +185,7 @@ class SuffixFiller(SlotFiller):
             self._req_states.total_len.gpu,
             input_batch.idx_mapping,
             drafts,
-            self._copier.to_device(match.token_ids),
-            self._copier.to_device(match.num_tokens),
-            self._copier.to_device(history.num_tokens.astype(np.int32)),
-            self._copier.to_device(replaces.astype(np.int32)),
+            *self._copier.pack_to_device(match.token_ids, match.num_tokens, history.num_tokens, replaces),
             num_model_steps=num_steps,
             max_drafts=max_drafts,
         )

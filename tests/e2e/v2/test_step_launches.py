@@ -1,0 +1,144 @@
+"""How many kernels and copies the plugin launches in a decode step, counted where its own code issues them.
+
+An operation of torch that only makes a view or takes memory does not count. Indexing by an int32 tensor counts twice:
+torch converts the index first. Copies to the device are counted where the plugin makes them, as pinning hides on a CPU.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
+
+import vllm_specplus
+from tests.e2e.engines import Engine, engine, speculative
+from tests.e2e.references import ask
+from tests.e2e.v2.engines import FEW, async_engine
+from vllm_specplus.runners.v2.host_tokens import TokenCopier
+
+pytestmark = pytest.mark.interpreter
+
+_OURS = str(Path(vllm_specplus.__file__).parent) + os.sep
+_VLLM = os.sep + "vllm" + os.sep
+_NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_local_scalar_dense"}
+_MAY_BE_VIEW = {"to", "contiguous", "reshape", "expand_as", "view_as", "flatten"}
+
+
+def _issuer() -> str | None:
+    """The line that issued an operation, if the innermost frame of vLLM and the plugin is the plugin's."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_OURS):
+            return f"{name.removeprefix(_OURS)}:{frame.f_lineno}"
+        if _VLLM in name:
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class Counts(TorchDispatchMode):
+    """Counts of one step, by line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: Counter[str] = Counter()
+
+    def add(self, what: str, number: int = 1) -> None:
+        issuer = _issuer()
+        if issuer is not None:
+            self.lines[f"{issuer} {what}"] += number
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        is_view = function.is_view or (name in _MAY_BE_VIEW and result.data_ptr() == args[0].data_ptr())
+        if not is_view and name not in _NO_LAUNCH and isinstance(result, torch.Tensor):
+            is_index = name in ("index", "index_put", "index_put_", "_index_put_impl_")
+            casts = sum(i is not None and i.dtype == torch.int32 for i in args[1]) if is_index else 0
+            self.add(name, 1 + casts)
+        return result
+
+
+@contextmanager
+def counted_steps(e: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, Counter[str]]]]:
+    """A list of each step's number of running requests, 0 where one begins or ends, and its counts."""
+    steps: list[tuple[int, Counter[str]]] = []
+    current = Counts()
+    runner = e.runner
+    call_kernel, to_device = GridExecutor.__call__, TokenCopier.to_device
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        current.add(self.fn.__name__)
+        with _disable_current_modes():
+            return call_kernel(self, *args, **kwargs)
+
+    def copy_to_device(self: Any, array: Any) -> Any:
+        current.add("copy to the device")
+        with _disable_current_modes():
+            return to_device(self, array)
+
+    def counting(method: Any, begins: bool = False) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal current
+            if begins:
+                scheduled = args[0]
+                is_steady = not scheduled.scheduled_new_reqs and not scheduled.finished_req_ids
+                current = Counts()
+                steps.append((len(scheduled.num_scheduled_tokens) if is_steady else 0, current.lines))
+            with current:
+                return method(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", launch)
+        patch.setattr(TokenCopier, "to_device", copy_to_device)
+        patch.setattr(runner, "execute_model", counting(runner.execute_model, begins=True))
+        for name in ("sample_tokens", "take_draft_token_ids"):
+            patch.setattr(runner, name, counting(getattr(runner, name)))
+        yield steps
+
+
+_SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
+
+
+# `most` is exactly what the dearest step takes.
+@pytest.mark.parametrize(
+    ("proposer", "is_async", "has_reference", "options", "most"),
+    [
+        ("mtp_ngram", False, False, {}, 8),
+        ("mtp_ngram", True, False, {}, 7),
+        ("mtp_suffix", False, False, {}, 10),
+        ("mtp_suffix", True, False, {}, 9),
+        ("suffix", True, False, {}, 9),
+        ("mtp_ngram", True, True, {}, 12),
+        ("mtp_ngram", False, False, {"verify_strategy": "topp"}, 18),
+    ],
+)
+def test_launches_of_a_step(
+    proposer: str,
+    is_async: bool,
+    has_reference: bool,
+    options: dict[str, Any],
+    most: int,
+    trained: Path,
+    draft: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = async_engine if is_async else engine
+    extra: list[dict[str, Any]] = [{} for _ in FEW]
+    if has_reference:
+        extra[0] = {"sp_advice_prompt_token_ids": FEW[0], "sp_edit": 1}
+    with start(trained, speculative(proposer, draft, **options)) as e, counted_steps(e, monkeypatch) as steps:
+        ask(e, FEW, extra, max_tokens=9, ignore_eos=True, **(_SAMPLED if options else {}))
+    steady = [lines for number, lines in steps if number == len(FEW)]
+    slowest = max(steady, key=lambda lines: lines.total())
+    assert slowest.total() == most, sorted(slowest.items())
