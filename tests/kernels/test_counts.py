@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import counts as kernels
-from vllm_specplus.kernels.counts import count_drafts
+from vllm_specplus.kernels.counts import count_drafts, mark_padding
 from vllm_specplus.runners.request_counts import count_drafts as count_on_host
 from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
@@ -216,9 +216,26 @@ def compile_ahead_of_time():
     count_drafts(**arguments())
     count_drafts(**arguments(width=5, idx_mapping=torch.arange(2, dtype=torch.int32)))
     count_drafts(**arguments(width=1, invalid=torch.zeros(4, dtype=torch.bool)))
-    print("compiled", len(kernel.compiled))
+    kernels._padding_kernel = padding = AheadOfTime(kernels._padding_kernel)
+    ints = torch.zeros(300, dtype=torch.int32)
+    mark_padding(ints, ints, ints)
+    mark_padding(ints, ints, ints, ints.bool())
+    print("compiled", len(kernel.compiled), len(padding.compiled))
 
 
 def test_the_kernel_compiles_for_a_gpu(tmp_path):
     code = "from tests.kernels import test_counts; test_counts.compile_ahead_of_time()"
-    assert "compiled 3" in run_without_interpreter(code, tmp_path)
+    assert "compiled 3 2" in run_without_interpreter(code, tmp_path)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_padding(masked: bool) -> None:
+    num_drafts = torch.tensor([0, 3, 1], dtype=torch.int32)
+    states = torch.arange(600, dtype=torch.int32) % 3
+    positions = torch.arange(600, dtype=torch.int32) // 3 % 5
+    invalid = torch.arange(600) % 7 == 0 if masked else None
+    expected = positions > num_drafts[states]
+    if invalid is not None:
+        expected |= invalid
+    assert torch.equal(mark_padding(positions, states, num_drafts, invalid), expected)
+    assert mark_padding(positions[:0], states[:0], num_drafts).shape == (0,)

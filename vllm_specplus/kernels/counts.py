@@ -1,6 +1,6 @@
-"""Counts on the device how drafts fared, so that no step waits for the host.
+"""Counts on the device how drafts fared, so that no step waits for the host, and tells drafts from padding.
 
-Each program takes one request. The host reads the counts when somebody asks for them.
+A program counts for one request, or tells for one block of rows. The host reads the counts when somebody asks for them.
 """
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from vllm_specplus.sources import MODEL, REFERENCE, SOURCES, UNFILLED
+
+_BLOCK = 256  # rows of a program
 
 
 class _Step(NamedTuple):
@@ -113,3 +115,50 @@ def _count_kernel(
     num_accepted = tl.sum((accepted & is_reference).to(tl.int64), axis=0)
     tl.store(p_request + 1, tl.load(p_request + 1) + drafted)
     tl.store(p_request + 2, tl.load(p_request + 2) + num_accepted)
+
+
+def mark_padding(
+    local_positions: torch.Tensor,
+    row_states: torch.Tensor,
+    num_drafts: torch.Tensor,
+    invalid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Tell which rows got no draft.
+
+    Args:
+        local_positions: [num_rows] int32 or int64, the row's place among its request's; slot j, from 1, stands at j.
+        row_states: [num_rows] int32 or int64, the request state of each row.
+        num_drafts: [max_num_reqs] int32, drafts of each request.
+        invalid: [num_rows] bool, rows whose draft is taken for none as well; None: there are none.
+
+    Returns:
+        [num_rows] bool.
+    """
+    num_rows = len(local_positions)
+    marks = torch.empty(num_rows, dtype=torch.bool, device=local_positions.device)
+    if num_rows:
+        _padding_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+            local_positions, row_states, num_drafts, invalid, marks, num_rows, BLOCK=_BLOCK, num_warps=1
+        )
+    return marks
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _padding_kernel(
+    local_positions_ptr,
+    row_states_ptr,
+    num_drafts_ptr,
+    invalid_ptr,  # or None
+    marks_ptr,  # out
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    """Grid (blocks of rows,)."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = rows < num_rows
+    states = tl.load(row_states_ptr + rows, mask=is_row, other=0).to(tl.int64)
+    num_drafts = tl.load(num_drafts_ptr + states, mask=is_row, other=0)
+    marks = tl.load(local_positions_ptr + rows, mask=is_row, other=0) > num_drafts
+    if invalid_ptr is not None:
+        marks = marks | (tl.load(invalid_ptr + rows, mask=is_row, other=0) != 0)
+    tl.store(marks_ptr + rows, marks, mask=is_row)

@@ -114,13 +114,13 @@ _SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
 @pytest.mark.parametrize(
     ("proposer", "is_async", "has_reference", "options", "most"),
     [
-        ("mtp_ngram", False, False, {}, 8),
-        ("mtp_ngram", True, False, {}, 7),
-        ("mtp_suffix", False, False, {}, 10),
-        ("mtp_suffix", True, False, {}, 9),
-        ("suffix", True, False, {}, 9),
-        ("mtp_ngram", True, True, {}, 12),
-        ("mtp_ngram", False, False, {"verify_strategy": "topp"}, 18),
+        ("mtp_ngram", False, False, {}, 6),
+        ("mtp_ngram", True, False, {}, 6),
+        ("mtp_suffix", False, False, {}, 8),
+        ("mtp_suffix", True, False, {}, 8),
+        ("suffix", True, False, {}, 8),
+        ("mtp_ngram", True, True, {}, 11),
+        ("mtp_ngram", False, False, {"verify_strategy": "topp"}, 12),
     ],
 )
 def test_launches_of_a_step(

@@ -13,7 +13,7 @@ from tests.e2e.references import ask, asking, config_of
 from tests.e2e.v1.test_sampling import STRUCTURED
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from tests.e2e.v2.warm_up import warmed_up
-from vllm_specplus.kernels import counts, drafts, ngram
+from vllm_specplus.kernels import counts, drafts, ngram, parameters
 from vllm_specplus.kernels.arbiter import accounts, choice, judgement, offers, passes
 from vllm_specplus.kernels.verify import launch as verify
 from vllm_specplus.runners.v2 import install
@@ -21,7 +21,7 @@ from vllm_specplus.runners.v2 import install
 pytestmark = pytest.mark.interpreter
 
 KERNELS = {
-    counts: ["_count_kernel"],
+    counts: ["_count_kernel", "_padding_kernel"],
     drafts: [
         "_begin_kernel",
         "_report_kernel",
@@ -30,6 +30,7 @@ KERNELS = {
         "_continue_kernel",
         "_one_hot_kernel",
     ],
+    parameters: ["_gather_kernel"],
     ngram: ["_search_kernel", "_fill_kernel"],
     verify: ["row_stats_kernel", "judge_kernel", "race_kernel", "emit_kernel", "accept_greedy_kernel"],
     judgement: ["_judge_kernel", "_update_kernel"],

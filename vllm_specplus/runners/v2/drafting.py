@@ -31,6 +31,7 @@ class Drafting:
         draft_tokens: [max_num_reqs, K] int64, the drafts of this step's batch, padded with token 0.
         num_drafts: [max_num_reqs] int32 by request state: drafts of each request, in its first slots.
         num_model: [max_num_reqs] int32 by request state: how many of these are the draft model's.
+        latest: [B] int32 drafts of each request of the latest batch.
         confidences: [max_num_reqs, K] float32, the chance of each draft of this step's batch if those before it are
             right; 0 after the last draft. vLLM's adaptive verification reads it; None: that is off.
         width: K, the slots of a request.
@@ -46,6 +47,7 @@ class Drafting:
         self.draft_tokens = torch.zeros(max_num_reqs, self.width, dtype=torch.int64, device=device)
         self.num_drafts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.num_model = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.latest = self.num_drafts[:0]
         self._max_drafts = torch.zeros_like(self.num_drafts)
         self.confidences: torch.Tensor | None = None
         if options.is_hybrid and vllm_config.speculative_config.enable_adaptive_verification:
@@ -121,9 +123,11 @@ class Drafting:
         if width == 0:
             decodes = (num_sampled[:num_reqs] > 0).to(torch.int32)
             self._slot_filler.skip(input_batch, draft_tokens, num_steps, decodes, arrival)
-            return draft_tokens, self.num_drafts[idx_mapping], self.num_model[idx_mapping]
+            self.latest = self.num_drafts[idx_mapping]
+            return draft_tokens, self.latest, self.num_model[idx_mapping]
         num_drafts, num_model = self._slot_filler.fill(input_batch, draft_tokens, num_steps, max_drafts, arrival)
         finish_drafts(draft_tokens, idx_mapping, num_drafts, num_model, self.num_drafts, self.num_model)
+        self.latest = num_drafts
         return draft_tokens, num_drafts, num_model
 
     def _make_slot_filler(

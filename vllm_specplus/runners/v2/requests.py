@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.kernels.counts import count_drafts
+from vllm_specplus.kernels.counts import count_drafts, mark_padding
 from vllm_specplus.kernels.drafts import continue_forecasts, prefer_forecasts, report_tokens
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 from vllm_specplus.runners.step_prices import StepPrices
@@ -101,6 +101,7 @@ class RequestTracker:
             self._fill_source,
             none.new_zeros(2, dtype=torch.bool),
         )
+        mark_padding(none, idx_mapping, num_drafts, none.new_zeros(1, dtype=torch.bool))
 
     def reset(self) -> None:
         """Clear the counts by source and position, and what steps have cost; no request runs."""

@@ -16,6 +16,8 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.kernels.counts import mark_padding
+from vllm_specplus.kernels.parameters import Parameters, gather_parameters
 from vllm_specplus.runners.live_requests import LiveRequests
 from vllm_specplus.runners.v2.drafting import Drafting
 from vllm_specplus.strategies import uses_draft_distribution
@@ -102,17 +104,20 @@ class StrategySampler(Sampler):
                 "verify_window": options.verify_window,
                 "max_candidate_len": options.max_candidate_len,
             }
-        top_p, top_k, min_p = (values.gpu[idx_mapping] if filtered else None for values, _ in filters)
+        asked = Parameters(states.temperature.gpu, states.seeds.gpu)
+        if filtered:
+            asked = asked._replace(top_p=states.top_p.gpu, top_k=states.top_k.gpu, min_p=states.min_p.gpu)
+        asked = gather_parameters(asked, idx_mapping)
         verify = functools.partial(
             verify_draft_tokens,
             logits,
             cu_num_rows,
             drafts,
-            states.temperature.gpu[idx_mapping],
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seeds=states.seeds.gpu[idx_mapping],
+            asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            seeds=asked.seeds,
             positions=positions,
             **rule,
             # The torch backend waits for the device.
@@ -194,19 +199,14 @@ class CountingRejectionSampler(RejectionSampler):
         drafting = self._drafting
         if drafting is None:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        padding = self._padding_rows(input_batch)
-        no_drafts = padding if invalid_drafts is None else invalid_drafts | padding
+        no_drafts = mark_padding(
+            input_batch.expanded_local_pos, input_batch.expanded_idx_mapping, drafting.num_drafts, invalid_drafts
+        )
         output = super().__call__(logits, input_batch, draft_logits, no_drafts)
         drafting.requests.count_drafts(
             input_batch, output.num_sampled, drafting.num_drafts, drafting.num_model, invalid_drafts
         )
         return output
-
-    def _padding_rows(self, input_batch: Any) -> torch.Tensor:
-        """[num_rows] bool: whether the token fed in to get a row was padding."""
-        assert self._drafting is not None
-        # Slot j of a request, counted from 1, stands at its local position j.
-        return input_batch.expanded_local_pos > self._drafting.num_drafts[input_batch.expanded_idx_mapping]
 
 
 class StrategyRejectionSampler(CountingRejectionSampler):

@@ -62,7 +62,7 @@ class VariableLengthHandler(DraftTokensHandler):
         drafting = self._drafting
         if drafting is None or (drafting.is_async and not input_batch.has_structured_output_reqs):
             return
-        num_drafts = drafting.num_drafts[input_batch.idx_mapping]
+        num_drafts = drafting.latest
         self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copy_stream):
             self._num_drafts = async_copy_to_np(num_drafts)
