@@ -20,8 +20,10 @@ class Event:
     count = 0
     waited: list[int] = []  # noqa: RUF012
 
+    blocking: list[bool] = []  # noqa: RUF012
+
     def __init__(self, blocking: bool) -> None:
-        assert blocking
+        Event.blocking.append(blocking)
         self.number = Event.count
         Event.count += 1
 
@@ -36,6 +38,7 @@ class Event:
         monkeypatch.setattr(torch.cuda, "Event", cls)
         monkeypatch.setattr(cls, "count", 0)
         monkeypatch.setattr(cls, "waited", [])
+        monkeypatch.setattr(cls, "blocking", [])
 
 
 class Engine:

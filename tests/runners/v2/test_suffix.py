@@ -111,6 +111,7 @@ def test_a_synchronous_step_waits_for_its_own_tokens():
     assert engine.step({"a": PERIOD[:1]}) == ([[*PERIOD[1:5]]], [0])
     assert engine.step({"a": PERIOD[1:6]}) == ([[PERIOD[6], *PERIOD[:3]]], [0])
     assert Event.waited == [0, 1]
+    assert not any(Event.blocking)
 
 
 def test_a_step_without_drafts_takes_the_tokens_in():

@@ -142,6 +142,7 @@ def test_a_step_waits_for_the_one_before_only():
         engine.step({"a": [token]})
     assert Event.count == 4
     assert Event.waited == [0, 1, 2]
+    assert all(Event.blocking)
     assert engine.mirrored("a") == PERIOD + PERIOD[:3]
 
 

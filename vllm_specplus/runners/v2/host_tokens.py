@@ -216,8 +216,8 @@ class TokenCopier:
         """Begin to copy a tensor to the host; return the copy, and the event after which it may be read."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pins)
         copy.copy_(tensor, non_blocking=True)
-        # A blocking event sleeps while it waits.
-        done = torch.cuda.Event(blocking=True)
+        # A blocking event sleeps while it waits, and wakes up late. A synchronous step cannot go on meanwhile.
+        done = torch.cuda.Event(blocking=self.is_async)
         done.record()
         return copy, done
 
