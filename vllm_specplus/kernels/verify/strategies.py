@@ -25,13 +25,16 @@ from vllm_specplus.kernels.verify.arguments import (
 from vllm_specplus.kernels.verify.head import Need
 from vllm_specplus.kernels.verify.noise import acceptance_uniform
 from vllm_specplus.kernels.verify.nucleus import (
+    GROUP_SIZE,
     LARGEST,
     NEG_INF,
     POS_INF,
+    Row,
     count_before,
     find_cut,
     list_groups,
     load_logits,
+    tile_of,
     weigh,
 )
 from vllm_specplus.kernels.verify.row_stats import draft_mass_of, first_token, mass_above_draft
@@ -120,6 +123,38 @@ def nucleus_mass(row, groups, filters, kept, sizes):
     if filters.top_p < 1.0:
         _, mass = find_cut(row, groups, filters.top_k, kept.mass, kept.limit, sizes)
     return mass
+
+
+@triton.jit
+def _mass_from(row, groups, num_listed, floor, sizes):
+    """The mass of the tokens whose logits are at least `floor`, in groups that were listed by it: float32."""
+    mass = tl.zeros((sizes.SCAN_GROUPS, GROUP_SIZE), tl.float32)
+    for first in range(0, num_listed, sizes.SCAN_GROUPS):
+        _, tokens = tile_of(groups, first, num_listed, sizes.SCAN_GROUPS)
+        logits = load_logits(row.ptr, tokens, row.vocab_size)
+        mass += tl.where(logits >= floor, weigh(logits, row.max_logit, row.temperature), 0.0)
+    return tl.sum(mass)
+
+
+@triton.jit
+def _is_likely(row, groups, filters, kept, draft, least, sizes):
+    """Whether a draft in the nucleus of a row that has no head has more than `least` of its mass: bool.
+
+    All before the last token of the nucleus weigh less than the limit. So the nucleus weighs too much only if the limit
+    is reached by tokens that each weigh as much as is left beyond it.
+    """
+    weight = weigh(draft.logit, row.max_logit, row.temperature)
+    left = tl.maximum(weight / least - kept.limit, 1e-37)
+    logit = tl.minimum(row.max_logit + row.temperature * tl.log(left), draft.logit)
+    floor = tl.maximum(tl.maximum(logit, kept.floor), row.lowest)
+    num_listed = list_groups(groups, floor, sizes)
+    is_likely = _mass_from(row, groups, num_listed, floor, sizes) < kept.limit
+    if is_likely == 0:
+        # The nucleus has no token below the floor.
+        rest = Row(row.ptr, row.vocab_size, row.temperature, row.max_logit, floor)
+        _, mass = find_cut(rest, groups, filters.top_k, kept.mass, kept.limit, sizes)
+        is_likely = weight > least * mass
+    return is_likely
 
 
 @triton.jit
@@ -232,8 +267,7 @@ def judge_in_row(
     if STRATEGY == REJECTION:
         if verdict < 0:
             least = _least_probability(batch, row, i_row, key, draft, sizes)
-            mass = nucleus_mass(row, groups, request.filters, kept, sizes)
-            verdict = (weigh(draft.logit, row.max_logit, row.temperature) > least * mass).to(tl.int32)
+            verdict = _is_likely(row, groups, request.filters, kept, draft, least, sizes).to(tl.int32)
     if STRATEGY == TOPP:
         if (verdict == 0) & (verify_window > 0):
             if _rank_in_row(row, groups, draft, sizes) == 1:
