@@ -164,7 +164,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
     output = Output(w.token_ids, w.num_tokens)
     temperature = inputs.temperature
     strategy, policy = STRATEGIES.index(inputs.strategy), POLICIES.index(inputs.policy)
-    of_blocks = {"BLOCK_GROUPS": sizes.BLOCK_GROUPS.value, "num_warps": 8}
+    of_blocks = {"BLOCK_GROUPS": sizes.BLOCK_GROUPS.value}
     of_slots = {"ALL_SLOTS": triton.next_power_of_2(max_rows)}
 
     row_stats_kernel[(num_rows, num_blocks)](
@@ -179,6 +179,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         STRATEGY=strategy,
         WITH_ABOVE=inputs.top_p is not None and inputs.strategy in ("topp", "rejection"),
         **of_blocks,
+        num_warps=8,
     )
     if inputs.strategy == "greedy":
         accept_greedy_kernel[(num_reqs,)](
@@ -224,6 +225,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         EACH_ROW=each_row,
         **of_slots,
         **of_blocks,
+        num_warps=4,
     )
     emit_kernel[(num_reqs,)](
         logits,
