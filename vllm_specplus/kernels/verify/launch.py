@@ -56,7 +56,7 @@ TILE_SIZE = 2048
 SCAN_SIZE = 32_768
 LIST_SIZE = 2048
 # The most groups that a head is read from, and the most tokens of a head.
-HEAD_GROUPS = 128
+HEAD_GROUPS = 96
 HEAD_SIZE = 128
 _ALIGNMENT = 16  # bytes
 _VECTORS = (
