@@ -72,16 +72,13 @@ def row_stats_kernel(
     if max_logit == LARGEST:
         values = tl.minimum(values, LARGEST)
     weight = weigh(values, max_logit, temperature)
-    by_group = tl.sum(weight, axis=1)
     is_draft_row = i_slot < num_rows - 1
     if WITH_ABOVE:
         draft = draft_of(logits, rows, i_row, temperature)
-        above = tl.sum(
-            tl.where(values >= least_before(numbers, tl.maximum(draft.token, 0), draft.logit)[:, None], weight, 0.0),
-            axis=1,
-        )
-        tl.store(p_stats + STAT_ABOVE * num_blocks, tl.sum(above, axis=0))
-    tl.store(p_stats + STAT_SUM * num_blocks, tl.sum(by_group, axis=0))
+        least = least_before(numbers, tl.maximum(draft.token, 0), draft.logit)
+        above = tl.sum(tl.where(values >= least[:, None], weight, 0.0))
+        tl.store(p_stats + STAT_ABOVE * num_blocks, above)
+    tl.store(p_stats + STAT_SUM * num_blocks, tl.sum(weight))
     if is_draft_row:
         if draft_logits.ptr is not None:
             p_draft_row, draft_vocab_size = draft_row_of(draft_logits, i_row, vocab_size)
