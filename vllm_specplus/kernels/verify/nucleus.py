@@ -20,6 +20,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
+_LIST_RUN = tl.constexpr(32)  # groups that are counted together
 
 
 class Row(NamedTuple):
@@ -145,14 +146,17 @@ def group_max(groups, sizes):
 @triton.jit
 def list_groups(groups, bound, sizes):
     """Write the numbers of the groups with a logit of at least `bound`, in rising order. Return how many there are."""
-    numbers, best = group_max(groups, sizes)
-    listed = (best >= bound) & (best > NEG_INF)
-    at = tl.cumsum(listed.to(tl.int32), axis=0) - 1
+    run: tl.constexpr = min(_LIST_RUN, sizes.ALL_GROUPS)
+    numbers = tl.arange(0, sizes.ALL_GROUPS // run)[:, None] * run + tl.arange(0, run)[None, :]
+    best = tl.load(groups.max_ptr + numbers, mask=numbers < groups.num_groups, other=NEG_INF)
+    listed = ((best >= bound) & (best > NEG_INF)).to(tl.int32)
+    by_run = tl.sum(listed, axis=1)
+    at = (tl.cumsum(by_run, axis=0) - by_run)[:, None] + tl.cumsum(listed, axis=1) - 1
     # Other threads of this program may still read the former list, and will read this one.
     tl.debug_barrier()
-    tl.store(groups.list_ptr + at, numbers, mask=listed)
+    tl.store(groups.list_ptr + at, numbers, mask=listed > 0)
     tl.debug_barrier()
-    return tl.sum(listed.to(tl.int32), axis=0)
+    return tl.sum(by_run, axis=0)
 
 
 @triton.jit
