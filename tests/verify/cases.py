@@ -12,6 +12,7 @@ best scores are about equal there, or p(d) and u q(d) are.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
@@ -326,6 +327,52 @@ def settle_top_p(top_p: torch.Tensor, r: int, weight: torch.Tensor) -> torch.Ten
             break
         top_p[r] *= 0.999
     return top_p
+
+
+def make_huge_case(strategy: str, scale: float, temperature: float, *, with_draft_logits: bool = False) -> VerifyInputs:
+    """Three requests of logits up to about `scale`, top-k 3, most drafts the likeliest token, one of them masked."""
+    g = torch.Generator().manual_seed(7)
+    logits = torch.randn(9, 100, generator=g).clamp(-1, 1) * scale
+    logits[torch.arange(9), torch.arange(9) * 7] = scale * (1 - torch.arange(9) / 100)
+    drafts = logits.argmax(dim=1)
+    drafts[4] = 99
+    logits[4, 99] = -math.inf
+    return make_inputs(
+        logits=logits,
+        cu_num_rows=torch.tensor([0, 4, 5, 9]),
+        draft_token_ids=drafts,
+        temperature=torch.full((3,), temperature),
+        top_p=None,
+        top_k=torch.full((3,), 3),
+        min_p=None,
+        seeds=torch.arange(3),
+        positions=torch.arange(9),
+        strategy=strategy,
+        policy="normal",
+        verify_window=0,
+        max_candidate_len=None,
+        max_rows=None,
+        draft_logits=logits.clamp(-1e30, 1e30).roll(1, dims=1) if with_draft_logits else None,
+    )
+
+
+HUGE_CASES = [(1e30, 1e-7), (1e30, 1.0), (1e30, 1e30), (3e38, 1.0), (1.0, 1e-30), (0.0, 1.0)]
+"""Logits and temperatures that all backends agree on."""
+OPEN_CASES = [(1.0, 1e-40), (1e30, 1e-38), (1e30, 1e-10), (3e38, 1e-30), (3e38, 1e38)]
+"""Those that the specification leaves open."""
+
+
+def assert_in_range(output: VerifyOutput, inputs: VerifyInputs) -> None:
+    """What holds of an output whatever the logits and temperatures are."""
+    for r, (start, end) in enumerate(pairwise(inputs.cu_num_rows.tolist())):
+        num_tokens = int(output.num_tokens[r])
+        tokens = output.token_ids[r].tolist()
+        assert 1 <= num_tokens <= end - start
+        assert tokens[num_tokens:] == [-1] * (inputs.max_rows - num_tokens)
+        assert 0 <= tokens[num_tokens - 1] < inputs.vocab_size
+        accepted = inputs.draft_token_ids[start : start + num_tokens - 1]
+        assert tokens[: num_tokens - 1] == accepted.tolist()
+        assert (inputs.logits[start : start + num_tokens - 1].gather(1, accepted[:, None]) > -math.inf).all()
 
 
 def assert_same(actual: VerifyOutput, expected: VerifyOutput) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from vllm_specplus.verify import STRATEGIES, VerifyOutput, verify_draft_tokens
+from vllm_specplus.verify import STRATEGIES, VerifyOutput, reference, verify_draft_tokens
 from vllm_specplus.verify.checks import make_inputs
 
 
@@ -179,6 +179,20 @@ def test_all_nan_is_harmless() -> None:
             ValueError,
             ["draft_rows holds 2"],
         ),
+        (
+            {"draft_logits": torch.zeros(0, 6), "draft_rows": torch.full((4,), -1), "strategy": "rejection"},
+            ValueError,
+            ["draft_logits", "(0, 6)", "at least one row"],
+        ),
+        ({"draft_logits": torch.zeros(4, 0), "strategy": "rejection"}, ValueError, ["draft_logits", "(4, 0)"]),
+        (
+            {"draft_logits": torch.zeros(4, 6).to_sparse(), "strategy": "rejection"},
+            ValueError,
+            ["draft_logits", "sparse_coo", "dense"],
+        ),
+        ({"logits": torch.zeros(4, 6).to_sparse()}, ValueError, ["logits", "sparse_coo", "dense"]),
+        ({"temperature": torch.ones(2).to_sparse()}, ValueError, ["temperature", "sparse_coo", "dense"]),
+        ({"draft_token_ids": torch.ones(4).long().to_sparse()}, ValueError, ["draft_token_ids", "sparse_coo"]),
         ({"logits": [[0.0]]}, TypeError, ["logits", "list", "torch.Tensor"]),
         ({"logits": torch.zeros(4, 6).int()}, TypeError, ["logits", "int32", "float32"]),
         ({"logits": torch.zeros(24)}, ValueError, ["logits", "(24,)", "2 dimensions"]),
@@ -207,6 +221,9 @@ def test_all_nan_is_harmless() -> None:
         ({"max_candidate_len": 0}, ValueError, ["max_candidate_len", "0", "at least 1"]),
         ({"max_rows": 2}, ValueError, ["max_rows", "2", "3 rows"]),
         ({"max_rows": 0}, ValueError, ["max_rows", "0", "at least 1"]),
+        ({"max_rows": 2**70}, ValueError, ["max_rows", str(2**70), "below 2**31"]),
+        ({"max_candidate_len": 2**63, "strategy": "topp"}, ValueError, ["max_candidate_len", str(2**63)]),
+        ({"verify_window": 2**70, "strategy": "topp"}, ValueError, ["verify_window", str(2**70)]),
     ],
 )
 def test_errors_name_the_argument_and_what_is_allowed(changes: dict, error: type[Exception], words: list[str]) -> None:
@@ -214,3 +231,24 @@ def test_errors_name_the_argument_and_what_is_allowed(changes: dict, error: type
         verify_draft_tokens(**arguments(**changes))
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_window_is_bounded_by_the_rows() -> None:
+    """Its cost does not grow past what the longest request has."""
+    full = {"top_p": torch.tensor([0.3, 0.3]), "top_k": None, "min_p": None, "max_candidate_len": None}
+    full |= {"policy": "normal", "max_rows": None, "strategy": "topp"}
+    longest = make_inputs(**arguments(**full, verify_window=3))
+    huge = make_inputs(**arguments(**full, verify_window=2**31 - 1))
+    assert huge.verify_window == longest.verify_window == 3
+    assert torch.equal(reference.verify(huge).token_ids, reference.verify(longest).token_ids)
+
+
+def test_a_window_larger_than_the_rows_accepts_no_second_choice() -> None:
+    """A bounded window still asks for more drafts than a request has."""
+    logits = torch.zeros(4, 6)
+    logits[:, 0], logits[:, 1] = 9, 8
+    args = {"logits": logits, "strategy": "topp", "top_p": torch.tensor([0.1, 0.1])}
+    args |= {"draft_token_ids": torch.tensor([1, 0, -1, -1])}
+    assert verify_draft_tokens(**arguments(**args, verify_window=1)).num_tokens.tolist() == [3, 1]
+    for window in (2, 3, 4, 10**9):
+        assert verify_draft_tokens(**arguments(**args, verify_window=window)).num_tokens.tolist() == [1, 1]

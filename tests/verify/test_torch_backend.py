@@ -16,7 +16,18 @@ from vllm_specplus.verify import (
 from vllm_specplus.verify.noise import gumbel_noise
 from vllm_specplus.verify.nucleus import _falling_order
 
-from .cases import DRAWN_AT_INFINITY, UNDRAWN_AT_INFINITY, Shape, assert_same, make_case, shapes_of
+from .cases import (
+    DRAWN_AT_INFINITY,
+    HUGE_CASES,
+    OPEN_CASES,
+    UNDRAWN_AT_INFINITY,
+    Shape,
+    assert_in_range,
+    assert_same,
+    make_case,
+    make_huge_case,
+    shapes_of,
+)
 
 
 def at_most_32_rows(counts: list[int]) -> list[int]:
@@ -38,6 +49,21 @@ def test_equals_reference(shape: Shape) -> None:
     assert_same(torch_backend.verify(inputs), expected)
     valid = expected.token_ids[expected.token_ids != -1]
     assert ((valid >= 0) & (valid < shape.vocab_size)).all()
+
+
+@pytest.mark.parametrize("with_draft_logits", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_huge_logits_and_extreme_temperatures(strategy: str, with_draft_logits: bool) -> None:
+    with_draft_logits = with_draft_logits and strategy == "rejection"
+    for scale, temperature in HUGE_CASES:
+        inputs = make_huge_case(strategy, scale, temperature, with_draft_logits=with_draft_logits)
+        expected = reference.verify(inputs)
+        assert_in_range(expected, inputs)
+        assert_same(torch_backend.verify(inputs), expected)
+    for scale, temperature in OPEN_CASES:
+        inputs = make_huge_case(strategy, scale, temperature, with_draft_logits=with_draft_logits)
+        assert_in_range(reference.verify(inputs), inputs)
+        assert_in_range(torch_backend.verify(inputs), inputs)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -15,6 +15,7 @@ from vllm_specplus.verify.types import VerifyInputs
 _FLOAT_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
+_INT32_END = 2**31
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -64,6 +65,7 @@ def make_inputs(
         if draft_rows is not None and draft_logits is not None:
             _check_range("draft_rows", draft_rows, -float("inf"), draft_logits.shape[0] - 1)
     cu = cu_num_rows.to(torch.int64).contiguous()
+    num_columns = _num_columns(cu, max_rows)
     return VerifyInputs(
         logits=logits,
         cu_num_rows=cu,
@@ -76,9 +78,10 @@ def make_inputs(
         positions=_row_numbers(logits) if positions is None else positions.to(torch.int64).contiguous(),
         strategy=strategy,
         policy=policy,
-        verify_window=verify_window,
-        max_candidate_len=max_candidate_len,
-        max_rows=_num_columns(cu, max_rows),
+        # No draft has so many after it, so a larger window accepts nothing either.
+        verify_window=min(verify_window, max(num_columns, 1)),
+        max_candidate_len=None if max_candidate_len is None else min(max_candidate_len, logits.shape[1]),
+        max_rows=num_columns,
         draft_logits=draft_logits,
         draft_rows=None if draft_rows is None else draft_rows.to(torch.int64).contiguous(),
     )
@@ -121,7 +124,11 @@ def _check_draft_logits(
             f"draft_logits is given with strategy {strategy!r}; allowed: 'rejection', as no other strategy uses it"
         )
     _check_tensor("draft_logits", draft_logits, _FLOAT_LOGITS, 2)
-    allowed = (logits.shape[0] if draft_rows is None else max(draft_logits.shape[0], 1), logits.shape[1])
+    if draft_rows is not None and draft_logits.shape[0] == 0 < logits.shape[0]:
+        raise ValueError(
+            f"draft_logits has shape {tuple(draft_logits.shape)}; allowed with draft_rows: at least one row"
+        )
+    allowed = (logits.shape[0] if draft_rows is None else draft_logits.shape[0], logits.shape[1])
     if draft_logits.shape != allowed:
         raise ValueError(f"draft_logits has shape {tuple(draft_logits.shape)}; allowed: {allowed}, as logits")
     if draft_logits.device != logits.device:
@@ -168,13 +175,16 @@ def _check_options(strategy: str, verify_window: int, max_candidate_len: int | N
 def _check_integer(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; allowed: an integer, at least {least}")
-    if value < least:
-        raise ValueError(f"{name} is {value}; allowed: an integer, at least {least}")
+    if not least <= value < _INT32_END:
+        raise ValueError(f"{name} is {value}; allowed: an integer, at least {least} and below 2**31")
 
 
 def _check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is {type(value).__name__}; allowed: torch.Tensor")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise ValueError(f"{name} is {kind}; allowed: a dense tensor, of layout torch.strided")
     if value.dtype not in dtypes:
         allowed = ", ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{name} has dtype {value.dtype}; allowed: {allowed}")

@@ -43,6 +43,10 @@ log(p - q) + noise. So may a weight and min_p, if within 1e-4 of itself. Even th
 the backend's own sums. Two logits that differ may have the same z; a backend may order them by the logits, which spares
 it a division. A probability under 1e-30 may count as 0.
 
+Open: a temperature above 0 but outside of 1e-30 to 1e30, and a row with a finite logit whose z is beyond float32. There
+a backend may take the nearest temperature inside, and may order and weigh by the logits what z makes equal. Counts and
+tokens stay in range, an accepted token is the draft, and a draft whose logit is -inf is not accepted.
+
 Sources: drafting and verifying, Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318), which
 is `rejection`. `topp` and its `verify_window`: the verification rule of PaddleNLP and FastDeploy. Sampling by a shared
 argmax of z + noise: the Gumbel-max trick, as in vLLM's V2 runner.

@@ -11,10 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.verify.cases import (
     DRAWN_AT_INFINITY,
+    HUGE_CASES,
+    OPEN_CASES,
     UNDRAWN_AT_INFINITY,
     Shape,
+    assert_in_range,
     assert_same,
     make_case,
+    make_huge_case,
     shapes_of,
 )
 from vllm_specplus.kernels.verify import Workspace
@@ -98,6 +102,18 @@ def test_equals_reference(shape: Shape) -> None:
     assert_same(run(inputs), expected)
     valid = expected.token_ids[expected.token_ids != -1]
     assert ((valid >= 0) & (valid < shape.vocab_size)).all()
+
+
+@pytest.mark.parametrize("with_draft_logits", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_huge_logits_and_extreme_temperatures(strategy: str, with_draft_logits: bool) -> None:
+    with_draft_logits = with_draft_logits and strategy == "rejection"
+    for scale, temperature in HUGE_CASES:
+        inputs = make_huge_case(strategy, scale, temperature, with_draft_logits=with_draft_logits)
+        assert_same(run(inputs), reference.verify(inputs))
+    for scale, temperature in OPEN_CASES:
+        inputs = make_huge_case(strategy, scale, temperature, with_draft_logits=with_draft_logits)
+        assert_in_range(run(inputs), inputs)
 
 
 @pytest.mark.usefixtures("_head_size")
