@@ -209,6 +209,7 @@ REQUEST_SEAMS = (
         "calls the class that checks requests",
     ),
     Seam("vllm.sampling_params", "SamplingParams.extra_args", "read and set: a request's options"),
+    Seam("vllm.sampling_params", "SamplingParams.__repr__", "wrapped: a log shows the lengths of references alone"),
     Seam("vllm.exceptions", "VLLMValidationError", "raised where a request is refused"),
     *(
         Seam(

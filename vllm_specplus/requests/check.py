@@ -25,6 +25,7 @@ from vllm_specplus.requests.options import (
     parse_options,
 )
 from vllm_specplus.requests.refusal import RefusedRequestError, shorten_stream_errors
+from vllm_specplus.requests.shown_params import hide_references
 from vllm_specplus.requests.steps import step_counter
 
 
@@ -215,6 +216,8 @@ def no_drafter_error(field: str) -> RequestError:
 
 
 def _make_check(model_config: Any, drafts: bool, allows_force_accept: bool, is_server: bool) -> _EngineClass:
+    # Each process that has an engine's requests makes this class, most of them from the config that they are sent.
+    hide_references()
     attributes = {
         "model_config": model_config,
         "drafts": drafts,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.logging_utils import dump_input
 
 from tests.e2e.engines import PROMPTS, engine, marked, target
 from tests.e2e.references import DRAFTING, ask, asking, check_sums, config_of, stats
@@ -182,3 +183,26 @@ def test_an_engine_that_does_not_draft_from_text(tiny: Path) -> None:
             (output,) = e.llm.generate("x", sampling, use_tqdm=False)
             assert len(output.outputs[0].token_ids) == 4
         assert e.llm.collective_rpc("specplus_stats") == [None]
+
+
+def test_an_engine_that_dies_logs_no_reference(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM then prints the parameters of every request of the step."""
+    secret = b"def a_secret_of_a_client(): return 42"
+    references = [{"sp_advice_prompt": secret.decode()}, {"sp_advice_prompt_token_ids": list(secret)}]
+    lines: list[str] = []
+    monkeypatch.setattr(dump_input.logger, "error", lambda line, *args: lines.append(line % args))
+    with engine(trained, config_of("naive", trained)) as e:
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        e.runner.sample_tokens = fail
+        with pytest.raises(RuntimeError, match="out of memory"):
+            ask(e, PROMPTS[:2], references, max_tokens=4)
+    log = "\n".join(lines)
+    # Each reference is there twice: as the client gave it, and as the workers get it.
+    assert log.count(f"{len(secret)} tokens") == 3
+    assert log.count(f"{len(secret)} characters") == 1
+    assert "secret" not in log
+    assert str(list(secret[:6]))[1:-1] not in log
+    assert "s\\x00\\x00\\x00e\\x00" not in log

@@ -1,0 +1,65 @@
+"""What a log shows of a request's parameters: how long its references are, and not what they say.
+
+vLLM prints the parameters of the requests in a step when its engine dies, and of every request with
+``--enable-log-requests``.
+"""
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+
+from vllm_specplus.requests.options import REFERENCE_KEYS, RESOLVED_ENTRY
+
+_ORIGINAL = "specplus_original"
+
+
+class _Length:
+    """Stands in for a reference in a representation."""
+
+    def __init__(self, length: int, unit: str):
+        self._shown = f"{length} {unit}"
+
+    def __repr__(self) -> str:
+        return self._shown
+
+
+def shown_args(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """``extra_args`` for a log: each reference is replaced by its length."""
+    shown = {name: _shown(value) if name in REFERENCE_KEYS else value for name, value in extra_args.items()}
+    resolved = extra_args.get(RESOLVED_ENTRY)
+    if isinstance(resolved, Mapping) and "token_ids" in resolved:
+        shown[RESOLVED_ENTRY] = {**resolved, "token_ids": _shown(resolved["token_ids"])}
+    elif resolved is not None:
+        shown[RESOLVED_ENTRY] = _shown(resolved)
+    return shown
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _Length(memoryview(value).nbytes // np.dtype(np.int32).itemsize, "tokens")
+    if isinstance(value, list | tuple | np.ndarray):
+        return _Length(len(value), "tokens")
+    if isinstance(value, str):
+        return _Length(len(value), "characters")
+    return None if value is None else type(value).__name__
+
+
+def hide_references() -> None:
+    """Have vLLM's parameters represented with `shown_args` in this process; a second call changes nothing."""
+    original = SamplingParams.__repr__
+    if hasattr(original, _ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def representation(params: SamplingParams) -> str:
+        if params.extra_args and not params.extra_args.keys().isdisjoint((*REFERENCE_KEYS, RESOLVED_ENTRY)):
+            params = copy.copy(params)
+            params.extra_args = shown_args(params.extra_args or {})
+        return original(params)
+
+    setattr(representation, _ORIGINAL, original)
+    SamplingParams.__repr__ = representation
