@@ -140,6 +140,9 @@ def fused_with_a_neighbours_number(sass: str) -> list[str]:
     neighbours: set[str] = set()
     fused = []
     for line in sass.splitlines():
+        # Behind a label registers have what they had at the jump.
+        if line.rstrip().endswith(":"):
+            neighbours.clear()
         # Scheduling, a tab, perhaps a predicate, the instruction. Its first register is the result's.
         instruction = line.rpartition("\t")[2]
         registers = re.findall(r"\bR\d+\b", instruction)

@@ -10,6 +10,8 @@ pytest.importorskip("arctic_inference")
 from tests.runners.v2.suffix_engine import MAX_LEN, Engine, Event
 from vllm_specplus.runners.v2.host_tokens import TokenMirror
 
+pytestmark = pytest.mark.interpreter
+
 PERIOD = [3, 8, 5, 9, 4, 7, 6]
 
 
