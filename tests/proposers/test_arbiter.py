@@ -1,7 +1,7 @@
 """The arbiter: its choice against every possible one, what it learns, and when it gives the draft model up."""
 
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Callable, Sequence
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -185,6 +185,65 @@ def test_a_source_that_turns_bad_and_back_is_followed_within_50_steps() -> None:
     assert bad[-1] == 0
     assert sum(bad[30:]) == 0
     assert follow(play, True, 50)[-1] == 8
+
+
+def test_drafts_worth_less_than_verification_are_dropped_and_tried_now_and_then() -> None:
+    play = Play([(NGRAM, 0)], 8)
+    play.arbiter.set_prices(Prices(0.05, 1.0, verification=2.0))
+    # At first a long agreement is trusted.
+    assert follow(play, True, 1) == [8]
+    coin = [7, 8]
+    sizes = []
+    for i in range(300):
+        sizes.append(int(play.step({0: ([7], 5)}).num_drafts[0]))
+        play.text.append(coin[i % 2])
+    tried = [i for i, size in enumerate(sizes) if size]
+    assert all(later - earlier == 65 for earlier, later in pairwise(tried))
+    assert len(tried) >= 3
+    # The same drafts are verified where that costs nothing beside their slots.
+    play.arbiter.set_prices(Prices(0.05, 1.0, verification=0.0))
+    assert play.step({0: ([7], 5)}).num_drafts[0] == 1
+
+
+def test_the_drafts_of_a_batch_share_the_price_of_verification() -> None:
+    arbiter = Arbiter(2, num_model_steps=0, num_speculative_tokens=4, sources=[NGRAM], starts=[0])
+    offers = np.full((2, 4), 7, np.int32), np.full(2, 4, np.int32), np.full(2, 12, np.int32)
+
+    def num_drafts(num_reqs: int) -> list[int]:
+        arbiter.retain([])
+        tokens = np.zeros((num_reqs, 8), np.int32)
+        counts = np.full(num_reqs, 3)
+        arbiter.begin_step(History(["a", "b"][:num_reqs], tokens, counts, np.ones(num_reqs, np.int64)))
+        arbiter.offer(0, *(array[:num_reqs] for array in offers))
+        return arbiter.choose(np.full(num_reqs, 4)).num_drafts.tolist()
+
+    arbiter.set_prices(Prices(0.1, 1.0))
+    worth = arbiter_value(arbiter, num_drafts)
+    arbiter.set_prices(Prices(0.1, 1.0, verification=1.5 * worth))
+    assert num_drafts(1) == [0]
+    assert num_drafts(2) == [4, 4]
+
+
+def arbiter_value(arbiter: Arbiter, num_drafts: Callable[[int], list[int]]) -> float:
+    """What the drafts of one request are worth: the least price of verification at which they are dropped."""
+    low, high = 0.0, 8.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        arbiter.set_prices(Prices(0.1, 1.0, verification=middle))
+        low, high = (middle, high) if num_drafts(1) == [4] else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize(("step", "is_tried"), [(4.0, True), (0.5, False)])
+def test_drafts_worth_little_are_left_out_now_and_then(step: float, is_tried: bool) -> None:
+    """Only so can the time of a step without drafts be known, where each step has some."""
+    play = Play([(NGRAM, 0)], 1)
+    play.arbiter.set_prices(Prices(0.05, step, verification=0.0))
+    sizes = []
+    for _ in range(200):
+        sizes.append(int(play.step({0: ([7], 5)}).num_drafts[0]))
+        play.text.append(7)
+    assert [i for i, size in enumerate(sizes) if not size] == ([64, 129, 194] if is_tried else [])
 
 
 def test_what_is_not_drafted_is_judged_too() -> None:

@@ -34,6 +34,32 @@ def test_a_request_is_not_taken_for_a_slot() -> None:
         assert costs.step == pytest.approx(2.0 + 0.5 * num_reqs + 0.03 * 5 * num_reqs, rel=0.1)
 
 
+def test_verifying_at_all_is_not_taken_for_slots() -> None:
+    rng = np.random.default_rng(0)
+    meter = CostMeter()
+    for i in range(400):
+        num_drafts = 0 if i % 20 else int(rng.integers(1, 9))
+        meter.add_step(num_drafts, 1, 1.0 + 0.05 * num_drafts + (0.6 if num_drafts else 0.0))
+    costs = meter.costs(1)
+    assert costs.verification == pytest.approx(0.6, abs=0.1)
+    assert costs.slot == pytest.approx(0.05, abs=0.02)
+
+
+def test_where_all_steps_have_drafts_nothing_is_known_of_verifying_at_all() -> None:
+    meter = CostMeter()
+    for num_drafts in (2, 8) * 100:
+        meter.add_step(num_drafts, 1, 1.6 + 0.05 * num_drafts)
+    assert meter.costs(1).verification == pytest.approx(0.0, abs=0.05)
+
+
+def test_verifying_never_costs_less_than_nothing() -> None:
+    meter = CostMeter()
+    for num_drafts in (0, 8) * 100:
+        meter.add_step(num_drafts, 1, 1.0 if num_drafts else 1.5)
+    assert meter.costs(1).verification == 0
+    assert meter.costs(1).slot == 0
+
+
 def test_a_pass_is_expected_to_cost_as_much_of_a_step_for_another_batch() -> None:
     meter = CostMeter()
     for num_reqs in (2, 16) * 50:

@@ -42,6 +42,8 @@ PASS_PERIOD = 32  # steps until passes that seem useless are made once more
 NO_CHAIN = -1
 NO_OFFERS = -1
 ASLEEP = -1  # the credit of a request that has given the draft model up
+# The fate of a step's drafts.
+NO_DRAFTS, VERIFIED, DROPPED = 0, 1, 2
 
 
 class Offers(NamedTuple):
@@ -651,20 +653,31 @@ def choose_and_settle(
     limits: np.ndarray,
     slot_price: int,
     step_price: int,
+    least_value: int,
     most_credit: int,
     token_ids: np.ndarray,
     num_drafts: np.ndarray,
     num_model: np.ndarray,
     source: np.ndarray,
-) -> int:
-    """Choose the drafts, enter what the passes have earned, and return that; see `choose` and `settle`."""
+) -> tuple[int, int]:
+    """Choose the drafts, enter what the passes have earned, and return that; see `choose` and `settle`.
+
+    Drafts that all together are worth less than `least_value` are dropped. Also returned is the drafts' fate.
+    """
     offers, positions = _offers_in(state), _per_request(state, _OFFER_POSITIONS)
     values = np.empty((len(rows), offers.model.shape[1] + 1), np.int64)
     chosen = Chosen(token_ids, num_drafts, num_model, source, values, np.empty(token_ids.shape, np.int64))
     choose(rows, limits, offers, Beliefs(_table_in(state).chances, _record_in(state)), slot_price, chosen)
+    fate, value = NO_DRAFTS, 0
     for i in range(len(rows)):
         positions[rows[i]] = num_tokens[i]
+        value += values[i, offers.passes[rows[i]]]
+        if num_drafts[i] > 0:
+            fate = VERIFIED
+    if fate == VERIFIED and value < least_value:
+        fate = DROPPED
+        token_ids[:], num_drafts[:], num_model[:], source[:], values[:] = -1, 0, 0, UNFILLED, 0
     if offers.model.shape[1] == 0:
-        return 0
+        return 0, fate
     credits, gains, prices = _per_request(state, _CREDITS), _gains_in(state), _prices_in(state)
-    return settle(rows, offers, values, credits, gains, prices, step_price, most_credit)
+    return settle(rows, offers, values, credits, gains, prices, step_price, most_credit), fate

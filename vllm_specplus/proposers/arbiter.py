@@ -36,6 +36,9 @@ model has earned it. Once that is spent, the request gives up the model for good
 says whether new ones begin with the model. It earns a small share of all tokens, and with that the model is tried again
 from time to time.
 
+Verification has a price of its own, beside the slots. Where the drafts of all requests together are worth less than
+that, the step goes without drafts.
+
 All arithmetic is in integers, in units of 1 / `ONE` tokens. So every rank decides alike, and a kernel can be held to
 these results bit for bit.
 """
@@ -55,6 +58,7 @@ _COMMON_ALLOWANCE = 4.0
 _MOST_COMMON_CREDIT, _MOST_COMMON_DEBT = 64.0, 16.0
 _COMMON_SHARE_SHIFT = 5  # of the common credit, 1 / 32 comes to each request's allowance
 _INCOME_SHIFT = 7  # of each token's time, 1 / 128 pays for trying the model again
+_TRIAL_PERIOD = 64  # steps until what seems not to pay, or to pay little, is tried once more
 # As in `_arbiter`, which imports numba. A test compares them.
 _SHIFT = 16
 _ONE = 1 << _SHIFT
@@ -68,7 +72,8 @@ class Prices:
 
     slot: of one draft. first_pass, later_pass: of the draft model's passes, for the whole batch. step: a request's
     share of a step of the target. prompt_passes: what the model's passes over prompts have cost all requests since the
-    last prices, in the time of their steps.
+    last prices, in the time of their steps. verification: of verifying any drafts of the batch at all, beside their
+    slots; None: a step without drafts is none the faster for that.
     """
 
     slot: float
@@ -76,6 +81,7 @@ class Prices:
     first_pass: float = 0.0
     later_pass: float = 0.0
     prompt_passes: float = 0.0
+    verification: float | None = None
 
     def without_passes(self) -> Self:
         """The prices where all passes are made anyway, so that they cost nothing."""
@@ -85,19 +91,22 @@ class Prices:
 class ScaledPrices(NamedTuple):
     """Prices in units of 1 / `ONE` tokens.
 
-    slot, step: as in `Prices`; step > 0. passes: [S] int64, of each pass.
+    slot, step, verification: as in `Prices`; step > 0. passes: [S] int64, of each pass.
     """
 
     slot: int
     step: int
     passes: np.ndarray
+    verification: int | None
 
     @classmethod
     def of(cls, prices: Prices, num_model_steps: int) -> Self:
         """Scale prices, of which none counts as more than 2^20 tokens."""
-        slot, step, first, later, _ = (int(min(price, 2.0**20) * _ONE) for price in astuple(prices))
+        slot, step, first, later, _, verification = (
+            None if price is None else int(min(price, 2.0**20) * _ONE) for price in astuple(prices)
+        )
         passes = [first, *[later] * num_model_steps][:num_model_steps]
-        return cls(slot, max(step, 1), np.array(passes, np.int64))
+        return cls(slot, max(step, 1), np.array(passes, np.int64), verification)
 
 
 class CommonAccount:
@@ -227,6 +236,8 @@ class Arbiter:
         )
         self._account = CommonAccount()
         self._prices: Prices | None = None
+        # In a row: steps that had drafts, and those whose drafts were dropped.
+        self._steps_with_drafts = self._steps_dropped = 0
         self.set_prices(Prices(0.0, 1.0))
         self._load_compiled()
 
@@ -320,13 +331,14 @@ class Arbiter:
         token_ids = np.empty((num_reqs, self.num_speculative_tokens), np.int32)
         num_drafts, num_model = np.empty(num_reqs, np.int32), np.empty(num_reqs, np.int32)
         sources = np.empty(num_reqs, np.int64)
-        profit = self._compiled.choose_and_settle(
+        profit, fate = self._compiled.choose_and_settle(
             self._state,
             self._num_tokens,
             self._rows,
             limits,
             self._scaled.slot,
             self._scaled.step,
+            self._least_value(num_reqs),
             self._account.most_credit,
             token_ids,
             num_drafts,
@@ -334,7 +346,24 @@ class Arbiter:
             sources,
         )
         self._account.add(profit)
+        has_drafts = fate == self._compiled.VERIFIED
+        self._steps_with_drafts = self._steps_with_drafts + 1 if has_drafts else 0
+        if has_drafts:
+            self._steps_dropped = 0
+        elif fate == self._compiled.DROPPED:
+            self._steps_dropped += 1
         return Choice(token_ids, num_drafts, num_model, sources)
+
+    def _least_value(self, num_reqs: int) -> int:
+        """What the drafts of a batch have to be worth together to be verified, in units of 1 / `ONE` tokens.
+
+        Now and then drafts that are worth little are dropped, or verified, to learn what verification costs.
+        """
+        least = self._scaled.verification
+        if least is None or self._steps_dropped >= _TRIAL_PERIOD:
+            return 0
+        is_trial = self._steps_with_drafts >= _TRIAL_PERIOD
+        return max(least, num_reqs * self._scaled.step // 2) if is_trial else least
 
     def withdraw(self, req_ids: Iterable[str]) -> None:
         """Forget what was offered to these requests, unknown ones among them: their text is not what it was."""

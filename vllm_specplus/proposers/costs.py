@@ -3,6 +3,9 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from vllm_specplus.proposers.arbiter import Prices
 
@@ -20,7 +23,9 @@ _MOST_SPREAD = 256.0
 _PRIOR_SLOT = 0.02  # of a step, with a slot for each request
 _PRIOR_PASS = 0.1
 _PRIOR_WEIGHT = 64.0  # as that of steps whose drafts vary by so much, squared and summed
-_LEAST_SPREAD_OF_REQS = 1.0  # of their squared and summed numbers: a batch that has just changed tells nothing yet
+# Of their numbers, squared and summed: a batch that has just changed, or steps that all have drafts, tell nothing yet.
+_LEAST_SPREAD_OF_REQS = _LEAST_SPREAD_OF_VERIFICATION = 1.0
+_FIT_PERIOD = 8  # steps between two fits, once so many have been measured
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,14 @@ class Costs:
     """The time of a step's parts, in any unit.
 
     step: of the target. slot: of one token more in it. first_pass, later_pass: of the draft model's passes.
+    verification: of verifying any drafts at all, beside their slots.
     """
 
     step: float
     slot: float
     first_pass: float = 0.0
     later_pass: float = 0.0
+    verification: float = 0.0
 
 
 class Pace:
@@ -68,24 +75,42 @@ class Pace:
         tokens, time = self._recent
         step = tokens / time if time else 1.0
         per_time = step * num_reqs / costs.step
-        return Prices(per_time * costs.slot, step, per_time * costs.first_pass, per_time * costs.later_pass)
+        return Prices(
+            per_time * costs.slot,
+            step,
+            per_time * costs.first_pass,
+            per_time * costs.later_pass,
+            verification=per_time * costs.verification,
+        )
 
 
 def _mixed(old: tuple[float, float], new: tuple[float, float], share: float) -> tuple[float, float]:
     return old[0] + (new[0] - old[0]) * share, old[1] + (new[1] - old[1]) * share
 
 
+class _Fit(NamedTuple):
+    """The usual step: its time, requests and drafts, and what one more of each adds; and what any drafts at all add."""
+
+    time: float
+    num_reqs: float
+    request: float
+    slot: float
+    verification: float
+
+
 class CostMeter:
     """Measures the costs of steps and passes; what took far longer than usual counts as three times the usual.
 
-    A step's time is a plane over its requests and its drafts. So a request is not taken for a slot, where both become
-    fewer together.
+    A step's time is linear in its requests, its drafts, and whether it has any. So a request is not taken for a slot,
+    where both become fewer together, nor the time to verify at all for that of many slots.
     """
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
-        # Decayed sums over steps: their number n, requests r, drafts d, time t, then rr, rd, dd, rt and dt.
-        self._sums = [0.0] * 9
+        # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
+        self._sums = np.zeros((5, 5))
+        self._num_steps = 0
+        self._fit: _Fit | None = None
         self._first_passes: dict[int, list[tuple[float, int]]] = {}
         self._passes: dict[int, tuple[float, float]] = {}  # time and requests, on average
         self._recent_prompts: deque[float] = deque(maxlen=_NUM_RECENT)
@@ -93,9 +118,12 @@ class CostMeter:
     def add_step(self, num_drafts: int, num_reqs: int, time: float) -> float:
         """Add a step of the target in which `num_reqs` requests had some drafts; return the time as it counts."""
         time = _bounded(self._recent, time)
-        r, d = num_reqs, num_drafts
-        new = (1.0, r, d, time, r * r, r * d, d * d, r * time, d * time)
-        self._sums = [value * (1 - 1 / _COST_MEMORY) + one for value, one in zip(self._sums, new, strict=True)]
+        step = np.array([1.0, num_reqs, num_drafts, num_drafts > 0, time])
+        self._sums *= 1 - 1 / _COST_MEMORY
+        self._sums += step[:, None] * step
+        self._num_steps += 1
+        if self._num_steps < _FIT_PERIOD or self._num_steps % _FIT_PERIOD == 0:
+            self._fit = _fitted(self._sums)
         return time
 
     def add_passes(self, num_passes: int, num_reqs: int, time: float) -> None:
@@ -118,7 +146,7 @@ class CostMeter:
     @property
     def has_steps(self) -> bool:
         """Whether a step has been measured."""
-        return self._sums[0] > 0
+        return self._fit is not None
 
     def passes_time(self, num_passes: int, num_reqs: int) -> float:
         """The usual time of some passes for a batch; 0 where that is not known."""
@@ -126,6 +154,8 @@ class CostMeter:
             return 0.0
         # What a pass costs beside a step of the same batch changes less than either.
         time, usual_reqs = self._passes[num_passes]
+        if usual_reqs == num_reqs:
+            return time
         return time * self._step_and_slot(num_reqs)[0] / self._step_and_slot(usual_reqs)[0]
 
     def costs(self, num_reqs: int) -> Costs:
@@ -137,25 +167,36 @@ class CostMeter:
             all_passes = self.passes_time(most, num_reqs)
             first = self.passes_time(1, num_reqs) or all_passes / most
             later = max(all_passes - first, 0.0) / (most - 1) if most > 1 else first
-        return Costs(step, slot, first, later)
+        return Costs(step, slot, first, later, self._fit.verification if self._fit else 0.0)
 
     def _step_and_slot(self, num_reqs: float) -> tuple[float, float]:
         """The time of a step of some requests that have as many drafts as usual, and of one more slot in it."""
-        n, r, d, t, rr, rd, dd, rt, dt = self._sums
-        if not n:
+        if self._fit is None:
             return 1.0, _PRIOR_SLOT / num_reqs
-        r, d, t = r / n, d / n, t / n
-        rr, rd, dd, rt, dt = rr - n * r * r, rd - n * r * d, dd - n * d * d, rt - n * r * t, dt - n * d * t
-        rr += _LEAST_SPREAD_OF_REQS
-        dd += _PRIOR_WEIGHT
-        dt += _PRIOR_WEIGHT * _PRIOR_SLOT * t / r
-        determinant = rr * dd - rd * rd
-        slot = min(max((rr * dt - rd * rt) / determinant, 0.0), t)
-        # With the slot's cost as it counts. Each request has as many drafts as usual.
-        of_request = (rt - slot * rd) / rr + slot * d / r
+        time, usual_reqs, of_request, slot, _ = self._fit
         # A larger batch takes no less time, and no more for each request.
-        least, most = sorted((1.0, num_reqs / r))
-        return min(max(t + of_request * (num_reqs - r), t * least), t * most), slot
+        least, most = sorted((1.0, num_reqs / usual_reqs))
+        return min(max(time + of_request * (num_reqs - usual_reqs), time * least), time * most), slot
+
+
+def _fitted(sums: np.ndarray) -> _Fit:
+    """Fit a step's time by the sums of a `CostMeter`; no slot, and no verification, costs less than nothing."""
+    _, num_reqs, num_drafts, _, time = means = sums[0] / sums[0, 0]
+    spread = sums - sums[0, 0] * means[:, None] * means
+    products = spread[1:4, 4] + [0.0, _PRIOR_WEIGHT * _PRIOR_SLOT * time / num_reqs, 0.0]
+    matrix = spread[1:4, 1:4] + np.diag([_LEAST_SPREAD_OF_REQS, _PRIOR_WEIGHT, _LEAST_SPREAD_OF_VERIFICATION])
+    free = [0, 1, 2]
+    while True:
+        slopes = np.zeros(3)
+        slopes[free] = np.linalg.solve(matrix[np.ix_(free, free)], products[free])
+        least = 1 + int(np.argmin(slopes[1:]))
+        if slopes[least] >= 0:
+            break
+        free.remove(least)
+    request, slot, verification = slopes.tolist()
+    # Each request has as many drafts as usual.
+    slot, verification = min(slot, time), min(verification, time)
+    return _Fit(float(time), float(num_reqs), request + slot * float(num_drafts / num_reqs), slot, float(verification))
 
 
 def _bounded(recent: deque[float], time: float) -> float:

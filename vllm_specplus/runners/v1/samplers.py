@@ -33,6 +33,11 @@ class _Verifier:
         self._max_candidate_len = options.max_candidate_len
         self.live_requests: LiveRequests | None = None
 
+    @property
+    def never_samples(self) -> bool:
+        """Whether the strategy takes the likeliest token at any temperature."""
+        return self._strategy == "greedy"
+
     def __call__(
         self,
         logits: torch.Tensor,
@@ -112,7 +117,7 @@ class _Verifier:
 
 
 class StrategySampler(Sampler):
-    """Samples rows that have no draft by the strategy's own rule and noise."""
+    """Samples rows that have no draft: a request with a seed by the strategy's noise, as where it has drafts."""
 
     def set_runner(self, runner: Any) -> None:
         """Set the runner whose batches are sampled."""
@@ -127,8 +132,8 @@ class StrategySampler(Sampler):
         Returns:
             [num_reqs] int64 tokens, and processed logprobs where the engine's mode asks for them.
         """
-        if sampling_metadata.all_greedy:
-            # Where nothing is sampled, all strategies are the same.
+        if sampling_metadata.all_greedy or not (self._verifier.never_samples or sampling_metadata.generators):
+            # All strategies sample such rows from the same distribution, and vLLM's sampler is the fastest way.
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
         num_reqs = logits.shape[0]
         rows = torch.arange(num_reqs + 1, dtype=torch.int32, device=logits.device)
