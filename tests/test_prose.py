@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MOST_WORDS = 25
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 def paragraphs(text: str) -> list[str]:

@@ -72,6 +72,8 @@ def test_number_bounds(key: str, good: list[Any], bad: list[Any]) -> None:
         ("accept_policy", "acept_all", '"normal", "accept_all", "reject_all"', "accept_all"),
         ("accept_policy", None, '"normal", "accept_all", "reject_all"', None),
         ("mtp_strategy", 1, '"default", "with_ngram", "with_suffix"', None),
+        ("suffix_decoding_scope", "requests", '"shared", "salt", "request"', "request"),
+        ("suffix_decoding_scope", None, '"shared", "salt", "request"', None),
     ],
 )
 def test_choices_are_listed(key: str, value: Any, allowed: str, hint: str | None) -> None:
@@ -119,6 +121,9 @@ def test_several_wrong_values_have_a_line_each() -> None:
             {**MTP, "mtp_strategy": "with_suffix", "adaptive": False, "ngram_match_order": "first"},
             ['ngram_match_order="first"', 'mtp_strategy="with_suffix"', "adaptive=true"],
         ),
+        ({**MTP, "suffix_decoding_scope": "request"}, ['scope="request"', 'method="mtp"', 'method="suffix"']),
+        ({**HYBRID, "suffix_decoding_scope": "salt"}, ['scope="salt"', "with_ngram", "with_suffix"]),
+        ({"suffix_decoding_scope": "request"}, ["method is required"]),
         ({"method": "naive", "ngram_match_order": "first"}, ['ngram_match_order="first"', 'method="naive"']),
         ({**MTP, "allow_force_accept": 1}, ["allow_force_accept=1", "true or false"]),
         (

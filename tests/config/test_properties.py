@@ -33,6 +33,7 @@ PLAUSIBLE = st.fixed_dictionaries(
         "prompt_lookup_min": st.integers(1, 8),
         "match_override_len": st.integers(0, 8),
         "suffix_decoding_max_cached_requests": st.integers(-1, 3),
+        "suffix_decoding_scope": st.sampled_from(["shared", "salt", "request"]),
         "verify_strategy": st.sampled_from(["topp", "greedy", "target_match", "rejection"]),
         "verify_window": st.integers(0, 3),
         "ngram_match_order": st.sampled_from(["recent", "first"]),

@@ -79,6 +79,8 @@ WITH_EACH_KEY = pytest.mark.parametrize(
         ("suffix_decoding_max_cached_requests", -1, {**MTP, "mtp_strategy": "with_suffix"}),
         ("suffix_decoding_max_spec_factor", 2.5, {**MTP, "mtp_strategy": "with_suffix"}),
         ("suffix_decoding_min_token_prob", 0.5, {**MTP, "mtp_strategy": "with_suffix"}),
+        ("suffix_decoding_scope", "shared", {**MTP, "mtp_strategy": "with_suffix"}),
+        ("suffix_decoding_scope", "request", {"method": "suffix", "num_speculative_tokens": 3}),
         ("verify_strategy", "topp", MTP),
         ("verify_strategy", "greedy", MTP),
         ("verify_strategy", "target_match", MTP),
@@ -141,6 +143,30 @@ def test_key_that_asks_for_nothing_takes_vllms_path(key: str, value: Any) -> Non
     assert resolved.vllm == MTP
     assert len(resolved.notes) == 1
     assert "its own path" in resolved.notes[0]
+
+
+def test_shared_suffix_trees_are_vllms_own() -> None:
+    """Without a key of the plugin's all requests share vLLM's trees; in the plugin's, those of one salt."""
+    stock = {"method": "suffix", "num_speculative_tokens": 4}
+    resolved = resolve({**stock, "suffix_decoding_scope": "shared"})
+    assert (resolved.options, resolved.vllm) == (None, stock)
+    for scope in ("salt", "request"):
+        assert options({**stock, "suffix_decoding_scope": scope}).suffix_decoding_scope == scope
+    assert options({**stock, **UNLIMITED}).suffix_decoding_scope == "salt"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"mtp_strategy": "with_suffix", **MTP}, True),
+        ({"mtp_strategy": "with_suffix", **MTP, "suffix_decoding_scope": "shared"}, False),
+        ({"mtp_strategy": "with_suffix", **MTP, "suffix_decoding_scope": "request"}, False),
+        ({"mtp_strategy": "with_suffix", **MTP, "suffix_decoding_max_cached_requests": 0}, False),
+        (HYBRID, False),
+    ],
+)
+def test_which_engines_need_salts(config: dict[str, Any], expected: bool) -> None:
+    assert options(config).needs_salts == expected
 
 
 @pytest.mark.parametrize(

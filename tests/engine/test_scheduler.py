@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.engine import scheduler as module
 from vllm_specplus.engine.scheduler import WidthChooser, WidthScheduler, make_scheduler
 from vllm_specplus.proposers.draft_widths import Plan
@@ -147,12 +148,21 @@ class Stock:
         self.requests: dict[str, Any] = {}
 
 
+def vllm_config(is_async: bool, **options: Any) -> Any:
+    """The part of vLLM's config that decides which scheduler runs."""
+    options = {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_scope": "shared"} | options
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        speculative_config=SimpleNamespace(specplus=SpecPlusOptions(**options)),
+    )
+
+
 @pytest.mark.parametrize("lookup", [[0, 0, 4], None])
 def test_synchronous_scheduling_has_vllms_scheduler(
     lookup: list[int], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "Scheduler", Stock)
-    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False))
+    config = vllm_config(is_async=False)
     scheduler = make_scheduler(config, lookup=lookup)
     assert type(scheduler) is Stock
     assert scheduler.dynamic_sd_lookup is None

@@ -168,6 +168,31 @@ def test_where_adaptive_verification_cannot_run_one_line_says_why(
 
 
 @pytest.mark.parametrize(
+    ("scope", "changes", "expected"),
+    [
+        ("salt", {}, build.SALTING_SCHEDULER),
+        ("request", {}, None),
+        ("shared", {}, None),
+        ("salt", {"async_scheduling": True}, widths.SCHEDULER),
+        ("salt", {"on_v2": False}, build.SALTING_SCHEDULER),
+        ("request", {"scheduler_cls": "mine.Scheduler"}, "mine.Scheduler"),
+    ],
+)
+def test_which_scheduler_tells_salts(scope: str, changes: dict[str, Any], expected: str | None) -> None:
+    engine = widths.with_chosen_widths(read(SUFFIX | {"suffix_decoding_scope": scope}, **changes))
+    build.set_scheduler(engine)
+    assert engine.args.scheduler_cls == expected
+
+
+def test_where_nobody_tells_salts_one_line_says_what_follows(log: pytest.LogCaptureFixture) -> None:
+    engine = read(SUFFIX, scheduler_cls="mine.Scheduler")
+    build.set_scheduler(engine)
+    assert engine.args.scheduler_cls == "mine.Scheduler"
+    (line,) = log.messages
+    assert line.startswith("suffix trees are not shared between requests: scheduler_cls='mine.Scheduler'")
+
+
+@pytest.mark.parametrize(
     ("config", "changes", "expected"),
     [
         (HYBRID, {}, ALL),
@@ -188,7 +213,8 @@ def test_only_asynchronous_adaptive_engines_choose(
     chosen = widths.with_chosen_widths(engine)
     assert list(chosen.widths) == expected
     build.set_scheduler(chosen)
-    assert engine.args.scheduler_cls == (widths.SCHEDULER if expected else None)
+    others = build.SALTING_SCHEDULER if config is SUFFIX else None
+    assert engine.args.scheduler_cls == (widths.SCHEDULER if expected else others)
     # The scheduler tells its widths when it begins.
     adapts = engine.options.adaptive
     only_drafts = "slots for drafts in a step: one for each draft that is worth it, since scheduling is synchronous"

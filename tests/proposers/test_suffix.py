@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -148,3 +149,55 @@ def test_without_arctic_inference(monkeypatch):
 def test_limit_below_unlimited():
     with pytest.raises(ValueError, match="max_cached_requests=-2"):
         make_matcher(max_cached_requests=-2)
+
+
+def match_in(matcher, scope, req_id, prompt, output):
+    """The drafts of a request of that scope."""
+    history = make_history({req_id: [*prompt, *output]}, MAX_LEN, len(prompt))
+    history = replace(history, scopes=[scope])
+    return matcher.match(history, None, np.array([4])).to_lists()[0]
+
+
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("scope", ["x", "", None])
+def test_drafts_come_from_requests_of_the_same_scope_alone(scope, runs):
+    """Whether the other request runs or has ended."""
+    matcher = make_matcher()
+    match_in(matcher, scope, "a", [1, 2], [7, 8, 9, 10])
+    if not runs:
+        matcher.retain([])
+    for other in {"x", "y", "", None}:
+        drafts = match_in(matcher, other, f"b{other}", [3], [4, 7, 8])
+        assert drafts == ([9, 10] if other == scope is not None else [])
+    # In its own text each request is matched, whatever its scope.
+    assert match_in(matcher, scope, "c", [5, 6, 7], [1, 5])[0] == 6
+
+
+def test_scopes_are_bounded_together_and_the_oldest_response_goes_first():
+    matcher = make_matcher(max_cached_requests=3)
+    for k in range(12):
+        match_in(matcher, f"scope {k % 5}", f"{k}", [k], [100 + k, 200 + k, 300 + k])
+        matcher.retain([])
+        assert matcher.num_cached_requests == matcher.num_scopes == min(k + 1, 3)
+    # A request that asks takes the place of the oldest: the answer of request 9 goes, and the next ones stay.
+    asked = [match_in(matcher, f"scope {k % 5}", "new", [0], [5, 100 + k, 200 + k]) for k in (10, 11, 8)]
+    assert asked == [[310], [311], []]
+
+
+def test_a_scope_whose_requests_run_stays_when_their_responses_are_evicted():
+    matcher = make_matcher(max_cached_requests=1)
+    match_in(matcher, "x", "a", [1, 2, 3], [1])
+    match_in(matcher, "y", "b", [4], [5])
+    assert (matcher.num_cached_requests, matcher.num_scopes) == (1, 2)
+    assert match_in(matcher, "x", "a", [1, 2, 3], [1, 2])[0] == 3
+    matcher.retain(["b"])
+    assert matcher.num_scopes == 1
+
+
+def test_a_reused_id_may_have_another_scope():
+    matcher = make_matcher()
+    match_in(matcher, "x", "a", [1], [7, 8, 9])
+    match_in(matcher, "y", "a", [2], [4, 5, 6])
+    assert (matcher.num_cached_requests, matcher.num_scopes) == (1, 1)
+    assert match_in(matcher, "x", "b", [3], [7, 8]) == []
+    assert match_in(matcher, "y", "c", [3], [4, 5]) == [6]

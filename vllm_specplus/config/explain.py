@@ -201,11 +201,27 @@ def _adaptive(config: _Config, value: Any) -> str:
     return "appends matches to the model's drafts" if options.is_hybrid else "fills as many slots as it can"
 
 
+_SCOPES = {
+    "shared": "lets all requests draft from each other's answers",
+    "salt": "lets only requests with the same cache_salt draft from each other's answers",
+    "request": "lets no request draft from another's answer",
+}
+
+
+def _scope(config: _Config, value: Any) -> str:
+    if config.config.values.get("suffix_decoding_max_cached_requests") == 0:
+        return f"{_NO_EFFECT}: no past answers are kept"
+    return _SCOPES[value]
+
+
 def _cached(config: _Config, value: Any) -> str:
-    if value == -1:
-        return "keeps every past answer in the tree that all requests share"
-    shared = "in the tree that all requests share"
-    return f"keeps {_count(value, 'past answer')} {shared}" if value else "keeps no past answers"
+    if not value:
+        return "keeps no past answers"
+    kept = "every past answer" if value == -1 else _count(value, "past answer")
+    scope = "shared" if config.options is None else config.options.suffix_decoding_scope
+    if scope == "request":
+        return f"{_NO_EFFECT}: suffix_decoding_scope is {show(scope)}, so no past answer is kept"
+    return f"keeps {kept} in trees that {'all requests' if scope == 'shared' else 'requests of one cache_salt'} share"
 
 
 def _model(config: _Config, value: Any) -> str:
@@ -290,6 +306,7 @@ _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
     "suffix_decoding_max_spec_factor": lambda config, value: (
         f"drafts at most {_count(value, 'token')} for each equal token"
     ),
+    "suffix_decoding_scope": _scope,
     "suffix_decoding_min_token_prob": lambda config, value: f"drafts no token of less than {value} probability",
     "verify_strategy": _verify_strategy,
     "max_candidate_len": _candidates,

@@ -24,6 +24,8 @@ class SpecPlusOptions(CommonKeys):
     match_override_len: in a hybrid, a match of at least this many tokens replaces the model's drafts; 0: never.
     adaptive: whether each step drafts what earns most; else a fixed rule joins the sources.
     suffix_decoding_*: as vLLM's keys; -1 cached requests are no limit.
+    suffix_decoding_scope: whose answers the suffix trees of a request hold: everybody's, those with its ``cache_salt``,
+        or its own alone.
     verify_strategy: None: vLLM's own verification.
     max_candidate_len: for ``topp``, the candidates of a row; None: the whole nucleus.
     verify_window: for ``topp``, the drafts after a second choice that must be first choices; 0: off.
@@ -65,6 +67,12 @@ class SpecPlusOptions(CommonKeys):
     def matches_suffixes(self) -> bool:
         """Whether the plugin's suffix trees draft."""
         return self.mtp_strategy == "with_suffix" or self.method == "suffix"
+
+    @property
+    def needs_salts(self) -> bool:
+        """Whether the workers have to know each request's ``cache_salt``."""
+        is_shared = self.matches_suffixes and self.suffix_decoding_max_cached_requests != 0
+        return is_shared and self.suffix_decoding_scope == "salt"
 
     def in_use(self) -> dict[str, Any]:
         """The options that something reads in this configuration, in the order of the documentation's table."""

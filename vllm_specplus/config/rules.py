@@ -43,7 +43,14 @@ def needs_options(parsed: ParsedConfig) -> bool:
         or (parsed.method in HISTORY_METHODS and (parsed.names_ngram_sizes or keys.adaptive))
         or (parsed.method in HISTORY_METHODS and keys.ngram_match_order != "recent")
         or (parsed.method == "suffix" and keys.suffix_decoding_max_cached_requests == -1)
+        or (parsed.method == "suffix" and _limits_sharing(parsed))
     )
+
+
+def _limits_sharing(parsed: ParsedConfig) -> bool:
+    """Whether the user asks for suffix trees that not all requests share; those of vLLM's own method are shared."""
+    is_stated = parsed.config.values.get("suffix_decoding_scope") is not None
+    return is_stated and parsed.keys.suffix_decoding_scope != "shared"
 
 
 def active_keys(parsed: ParsedConfig) -> list[str]:
@@ -60,6 +67,7 @@ def active_keys(parsed: ParsedConfig) -> list[str]:
         "accept_policy": keys.accept_policy != "normal",
         "allow_force_accept": keys.allow_force_accept,
         "ngram_match_order": keys.ngram_match_order != "recent",
+        "suffix_decoding_scope": _limits_sharing(parsed),
     }
     for key in NGRAM_KEYS:
         is_active[key] = bool(set(parsed.config.names(key)) - STOCK_NGRAM_KEYS) and (getattr(keys, key) is not None)
@@ -133,6 +141,16 @@ def _refuse_idle_match_order(parsed: ParsedConfig) -> None:
         f"{parsed.setting('ngram_match_order')} with {parsed.setting('method')} and {parsed.setting('mtp_strategy')}",
         'it acts only with method="ngram" or mtp_strategy="with_ngram", or with suffix trees and adaptive=true',
     )
+
+
+def _refuse_idle_suffix_scope(parsed: ParsedConfig) -> None:
+    has_trees = parsed.method == "suffix" or parsed.keys.mtp_strategy == "with_suffix"
+    if not has_trees and "suffix_decoding_scope" in active_keys(parsed):
+        raise not_allowed_error(
+            f"{parsed.setting('suffix_decoding_scope')} with {parsed.setting('method')} and "
+            f"{parsed.setting('mtp_strategy')}",
+            'it acts only with method="suffix" or mtp_strategy="with_suffix"',
+        )
 
 
 def _refuse_ngram_sizes_out_of_order(parsed: ParsedConfig) -> None:
@@ -230,6 +248,7 @@ _RULES: tuple[Callable[[ParsedConfig], None], ...] = (
     _refuse_idle_ngram_sizes,
     _refuse_ngram_sizes_out_of_order,
     _refuse_idle_match_order,
+    _refuse_idle_suffix_scope,
     _refuse_idle_override,
     _refuse_idle_adaptive,
     _refuse_override_out_of_reach,

@@ -11,6 +11,8 @@ from vllm_specplus.requests import check as request_check
 
 logger = init_logger("vllm.specplus")
 
+SALTING_SCHEDULER = "vllm_specplus.engine.scheduler.make_salting_scheduler"
+
 
 def speculative_config(setup: EngineSetup) -> SpecPlusSpeculativeConfig:
     """vLLM's config with the plugin's options on it.
@@ -29,9 +31,16 @@ def set_worker(setup: EngineSetup) -> None:
 
 
 def set_scheduler(setup: EngineSetup) -> None:
-    """Have vLLM start the plugin's scheduler where that chooses widths."""
+    """Have vLLM start the plugin's scheduler where that chooses widths, or tells the workers the requests' salts."""
     if setup.widths:
         setup.args.scheduler_cls = SCHEDULER
+    elif setup.options.needs_salts and setup.args.scheduler_cls is None:
+        setup.args.scheduler_cls = SALTING_SCHEDULER
+    elif setup.options.needs_salts:
+        logger.warning(
+            "suffix trees are not shared between requests: scheduler_cls=%r does not tell the workers their cache_salt",
+            setup.args.scheduler_cls,
+        )
 
 
 def set_request_check(setup: EngineSetup) -> None:

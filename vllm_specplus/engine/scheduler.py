@@ -1,4 +1,8 @@
-"""vLLM's asynchronous scheduler, which chooses how many slots the next step has by what earlier ones brought."""
+"""vLLM's schedulers, with what the plugin adds.
+
+One chooses how many slots the next step has, by what earlier ones brought. Each may tell the workers the requests'
+salts.
+"""
 
 import time
 from collections import deque
@@ -10,6 +14,8 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.engine.salts import salting
 from vllm_specplus.proposers.draft_widths import DraftWidths, Plan
 from vllm_specplus.runners.step_prices import has_no_prompts
 
@@ -25,11 +31,22 @@ def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     the widths: drafts are cut by their value.
     """
     if vllm_config.scheduler_config.async_scheduling:
-        return WidthScheduler(vllm_config=vllm_config, **kwargs)
+        return _build(WidthScheduler, vllm_config, **kwargs)
     logger.info("slots for drafts in a step: one for each draft that is worth it, since scheduling is synchronous")
-    scheduler = Scheduler(vllm_config=vllm_config, **kwargs)
+    scheduler = _build(Scheduler, vllm_config, **kwargs)
     scheduler.dynamic_sd_lookup = None
     return scheduler
+
+
+def make_salting_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
+    """Build vLLM's own scheduler, which also tells the workers the requests' salts; arguments are those of vLLM's."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return _build(AsyncScheduler if is_async else Scheduler, vllm_config, **kwargs)
+
+
+def _build(scheduler: type[Scheduler], vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
+    options: SpecPlusOptions = vllm_config.speculative_config.specplus
+    return (salting(scheduler) if options.needs_salts else scheduler)(vllm_config=vllm_config, **kwargs)
 
 
 class WidthScheduler(AsyncScheduler):

@@ -17,12 +17,15 @@ class History:
             the engine's, whose rows may change their order from step to step.
         num_tokens: [B] int, prompt and output tokens of each request, no drafts.
         num_prompt_tokens: [B] int, prompt tokens of each request.
+        scopes: [B] a matcher may draft for a request from another's text only if both have the same scope. None among
+            them: from its own text alone. None in their place: all requests have the same one.
     """
 
     req_ids: Sequence[str]
     token_ids: np.ndarray
     num_tokens: np.ndarray
     num_prompt_tokens: np.ndarray
+    scopes: Sequence[str | None] | None = None
 
     def tokens(self, i: int) -> np.ndarray:
         """[num_tokens[i]] int32, a view of the tokens of request i."""

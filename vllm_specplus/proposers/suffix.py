@@ -2,18 +2,24 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_specplus.proposers.history import History, Match
 
+if TYPE_CHECKING:
+    from arctic_inference.suffix_decoding import SuffixDecodingCache
+
 _NUM_FINGERPRINT_TOKENS = 8
+_ONE_SCOPE = ""
 
 
 @dataclass
 class _Progress:
-    """The part of one request's tokens that the cache has."""
+    """The part of one request's tokens that the cache of its scope has."""
 
+    scope: str | None
     num_prompt_tokens: int
     num_tokens: int
     last_tokens: bytes
@@ -22,14 +28,15 @@ class _Progress:
 class SuffixMatcher:
     """arctic-inference's `SuffixDecodingCache` behind the `Matcher` protocol.
 
-    Each request has a suffix tree of its own text. One more tree, shared by all, holds the responses of past requests,
-    so drafts may come from another request's output.
+    Each request has a suffix tree of its own text. One more tree for each scope (`History.scopes`) holds the responses
+    of its requests, past and running, so drafts may come from the output of another request of the same scope.
     Source: "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
     https://arxiv.org/abs/2411.04975, and https://github.com/snowflakedb/ArcticInference.
 
     Args:
         max_tree_depth: the longest tail that is matched plus its drafts, in tokens.
-        max_cached_requests: past responses to keep, of which the oldest goes first; 0 = none, -1 = unlimited.
+        max_cached_requests: responses to keep in all scopes together, of which the oldest goes first; 0 = none,
+            -1 = unlimited.
         max_spec_factor: at most this many drafts per matched token.
         min_token_prob: a draft needs at least this estimated probability.
 
@@ -52,8 +59,14 @@ class SuffixMatcher:
             from arctic_inference.suffix_decoding import SuffixDecodingCache
         except ImportError as error:
             raise ImportError("suffix decoding needs arctic-inference: pip install vllm-specplus[suffix]") from error
-        # The cache itself takes -1 as "no limit".
-        self._cache = SuffixDecodingCache(max_tree_depth=max_tree_depth, max_cached_requests=max_cached_requests)
+        self._make_cache = SuffixDecodingCache
+        # The trees of requests whose responses nobody shares.
+        self._unshared = SuffixDecodingCache(max_tree_depth, max_cached_requests=0)
+        # By scope; a scope with nothing in its trees has no entry.
+        self._shared: dict[str, SuffixDecodingCache] = {}
+        # The scope of each request whose response is in a shared tree, the oldest first.
+        self._cached: dict[str, str] = {}
+        self.max_cached_requests = max_cached_requests
         self.max_tree_depth = max_tree_depth
         self.max_spec_factor = max_spec_factor
         self.min_token_prob = min_token_prob
@@ -70,8 +83,18 @@ class SuffixMatcher:
 
     @property
     def num_cached_requests(self) -> int:
-        """Responses in the tree that all requests share."""
-        return len(self._cache.cached_requests)
+        """Responses in the trees that requests share."""
+        return len(self._cached)
+
+    @property
+    def num_scopes(self) -> int:
+        """Scopes that have a shared tree."""
+        return len(self._shared)
+
+    @property
+    def active_requests(self) -> Collection[str]:
+        """The requests that have a tree of their own text."""
+        return self._progress.keys()
 
     def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
         """See `Matcher.match`. A request without output (in its prefill) is left for later."""
@@ -89,13 +112,14 @@ class SuffixMatcher:
             num_prompt_tokens = int(history.num_prompt_tokens[i])
             if len(row) <= num_prompt_tokens:
                 continue
-            self._add_new_tokens(req_id, row, num_prompt_tokens)
+            scope = _ONE_SCOPE if history.scopes is None else history.scopes[i]
+            cache = self._add_new_tokens(req_id, scope, row, num_prompt_tokens)
             if max_drafts[i] <= 0:
                 continue
             context = row[-self.max_tree_depth :]
             if model_drafts is not None:
                 context = np.concatenate((context, model_drafts[i]))[-self.max_tree_depth :]
-            draft = self._cache.speculate(
+            draft = cache.speculate(
                 req_id,
                 context,
                 max_spec_tokens=int(max_drafts[i]),
@@ -110,25 +134,64 @@ class SuffixMatcher:
         return Match(token_ids, num_drafts, match_len)
 
     def retain(self, req_ids: Collection[str]) -> None:
-        """See `Matcher.retain`. The responses of dropped requests stay in the shared tree."""
+        """See `Matcher.retain`. The responses of dropped requests stay in the shared trees."""
         for req_id in self._progress.keys() - set(req_ids):
-            del self._progress[req_id]
-            self._cache.stop_request(req_id)
+            self._stop(req_id)
 
-    def _add_new_tokens(self, req_id: str, row: np.ndarray, num_prompt_tokens: int) -> None:
-        """Add the tokens of `row` ([num_tokens] int32) that the cache does not have yet."""
+    def _add_new_tokens(
+        self, req_id: str, scope: str | None, row: np.ndarray, num_prompt_tokens: int
+    ) -> "SuffixDecodingCache":
+        """Add the tokens of `row` ([num_tokens] int32) that the cache does not have yet; return the request's cache."""
         progress = self._progress.get(req_id)
         if progress is not None and not _continues(progress, row, num_prompt_tokens):
-            self._cache.stop_request(req_id)
+            self._stop(req_id)
             progress = None
         if progress is None:
-            # To start a request also drops the response cached under the same id.
-            self._cache.start_request(req_id, row[:num_prompt_tokens])
-            progress = self._progress[req_id] = _Progress(num_prompt_tokens, num_prompt_tokens, b"")
+            progress = self._start(req_id, scope, row[:num_prompt_tokens])
+        cache = self._cache_of(progress.scope)
         if progress.num_tokens < len(row):
-            self._cache.add_active_response(req_id, row[progress.num_tokens :])
+            cache.add_active_response(req_id, row[progress.num_tokens :])
             progress.num_tokens = len(row)
             progress.last_tokens = row[-_NUM_FINGERPRINT_TOKENS:].tobytes()
+        return cache
+
+    def _start(self, req_id: str, scope: str | None, prompt: np.ndarray) -> _Progress:
+        """Make the request's own tree, and room for its response."""
+        if req_id in self._cached:
+            # An earlier request had the same id.
+            self._evict(req_id)
+        if self.max_cached_requests == 0:
+            scope = None
+        self._cache_of(scope).start_request(req_id, prompt)
+        progress = self._progress[req_id] = _Progress(scope, len(prompt), len(prompt), b"")
+        if scope is not None:
+            self._cached[req_id] = scope
+            while len(self._cached) > self.max_cached_requests > 0:
+                self._evict(next(iter(self._cached)))
+        return progress
+
+    def _stop(self, req_id: str) -> None:
+        """Drop the request's own tree."""
+        scope = self._progress.pop(req_id).scope
+        self._cache_of(scope).stop_request(req_id)
+        self._drop_if_empty(scope)
+
+    def _evict(self, req_id: str) -> None:
+        """Drop a response from the tree of its scope."""
+        scope = self._cached.pop(req_id)
+        self._shared[scope].evict_cached_response(req_id)
+        self._drop_if_empty(scope)
+
+    def _cache_of(self, scope: str | None) -> "SuffixDecodingCache":
+        if scope is None:
+            return self._unshared
+        if scope not in self._shared:
+            self._shared[scope] = self._make_cache(self.max_tree_depth, max_cached_requests=-1)
+        return self._shared[scope]
+
+    def _drop_if_empty(self, scope: str | None) -> None:
+        if scope is not None and not self._shared[scope].cached_requests and not self._shared[scope].active_requests:
+            del self._shared[scope]
 
 
 def _continues(progress: _Progress, row: np.ndarray, num_prompt_tokens: int) -> bool:

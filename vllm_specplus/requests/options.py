@@ -14,6 +14,8 @@ from vllm_specplus.config.errors import nearest, show
 
 RESOLVED_ENTRY = "specplus"
 """The entry of ``extra_args`` that the workers read; whatever a client writes there is replaced."""
+SCOPE_ENTRY = "specplus_scope"
+"""The entry of ``extra_args`` in which the scheduler tells the workers whose answers a request may draft from."""
 HANDOVER_ENTRY = "specplus_key"
 """The entry of ``extra_args`` that names what `PredictedOutputs` has taken out of an HTTP request."""
 

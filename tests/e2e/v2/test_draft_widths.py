@@ -35,7 +35,7 @@ def steps_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scheduler_of(e: Any) -> WidthScheduler:
     scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler
-    assert type(scheduler) is WidthScheduler
+    assert isinstance(scheduler, WidthScheduler)
     return scheduler
 
 

@@ -7,6 +7,8 @@ import torch
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import SuffixMatcher
+from vllm_specplus.requests.options import SCOPE_ENTRY
+from vllm_specplus.runners.suffix_scopes import SuffixScopes
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.runners.v2.suffix import SuffixFiller
 
@@ -63,8 +65,10 @@ class Engine:
             req_id_to_index={},
         )
         self.copier = TokenCopier(config, torch.device("cpu"), self.states, is_async=is_async, keeps_last=is_async)
-        self.slot_filler = SuffixFiller(self.options, self.states, self.copier)
+        self.scopes = SuffixScopes(self.options)
+        self.slot_filler = SuffixFiller(self.options, self.states, self.copier, self.scopes)
         self.prompt_len: dict[str, int] = {}
+        self._ended: set[str] = set()
 
     @property
     def mirror(self):
@@ -73,7 +77,7 @@ class Engine:
     @property
     def matched_requests(self) -> set[str]:
         """Requests that have a tree of their own."""
-        return set(self.slot_filler._matcher._cache.active_requests)
+        return set(self.slot_filler._matcher.active_requests)
 
     def matcher(self) -> SuffixMatcher:
         """A new matcher with the slot filler's options."""
@@ -85,8 +89,11 @@ class Engine:
             min_token_prob=options.suffix_decoding_min_token_prob,
         )
 
-    def add(self, req_id: str, index: int, prompt: list[int], output: list[int] | None = None) -> None:
+    def add(self, req_id: str, index: int, prompt: list[int], output: list[int] | None = None, scope: str = "") -> None:
         """Begin a request in place `index`, or continue it there with its output."""
+        self._ended.discard(req_id)
+        sampling = SimpleNamespace(extra_args={SCOPE_ENTRY: scope})
+        self.scopes.begin([SimpleNamespace(req_id=req_id, sampling_params=sampling)])
         known = [*prompt, *(output or [])]
         assert index not in self.states.req_id_to_index.values()
         self.states.req_id_to_index[req_id] = index
@@ -96,6 +103,7 @@ class Engine:
         self.mirror.add(index, len(prompt), known)
 
     def remove(self, req_id: str) -> None:
+        self._ended.add(req_id)
         del self.states.req_id_to_index[req_id]
 
     def text(self, req_id: str) -> list[int]:
@@ -121,6 +129,8 @@ class Engine:
         Returns:
             The drafts of each request, and how many are the model's.
         """
+        self.scopes.end(self._ended)
+        self._ended.clear()
         width = self.width if width is None else width
         indices = [self.states.req_id_to_index[req_id] for req_id in sampled]
         for index, new in zip(indices, sampled.values(), strict=True):

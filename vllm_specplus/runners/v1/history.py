@@ -63,6 +63,7 @@ class HostHistory:
             token_ids=batch.token_ids_cpu,
             num_tokens=num_tokens,
             num_prompt_tokens=num_prompt_tokens,
+            scopes=self._tracker.scopes.of(batch.req_ids[: len(sampled)]),
         )
         limits = self._tracker.live_requests.max_drafts(history.req_ids, width)
         np.minimum(limits, self._runner.max_model_len - 1 - num_tokens, out=limits)

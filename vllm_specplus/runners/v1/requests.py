@@ -15,6 +15,7 @@ from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.runners.live_requests import LiveRequests
 from vllm_specplus.runners.request_counts import count_drafts
 from vllm_specplus.runners.step_prices import StepPrices
+from vllm_specplus.runners.suffix_scopes import SuffixScopes
 from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED, by_source
 
 _MOST_UNCOUNTED = 4096
@@ -27,6 +28,7 @@ class RequestTracker:
         options: SpecPlusOptions = runner.speculative_config.specplus
         width = max(options.num_speculative_tokens, 1)
         self.live_requests = LiveRequests(options, runner.model_config, warns=get_tp_group().rank_in_group == 0)
+        self.scopes = SuffixScopes(options)
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
         self.prices = StepPrices() if options.adaptive else None
         self.drafter: AdaptiveDrafter | None = None  # is told of requests that begin
@@ -80,6 +82,8 @@ class RequestTracker:
         ended, new = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
         self.live_requests.finish(ended)
         self.live_requests.begin(new)
+        self.scopes.end(ended)
+        self.scopes.begin(new)
         # A session goes on under its id without having ended.
         begun = {request.req_id for request in new}
         for req_id in ended | begun | (scheduler_output.preempted_req_ids or set()):

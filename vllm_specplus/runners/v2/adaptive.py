@@ -93,7 +93,9 @@ class AdaptiveFiller(SlotFiller):
         self._requests = requests
         self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._matching = matching_sources(self._options)
-        self._suffix = SuffixFiller(self._options, req_states, copier) if SUFFIX in self._matching else None
+        self._suffix: SuffixFiller | None = None
+        if SUFFIX in self._matching:
+            self._suffix = SuffixFiller(self._options, req_states, copier, requests.scopes)
         self.needs_every_step = self._suffix is not None
         # With asynchronous scheduling the host has launched a step before the device is at the end of the one before.
         self._lag = 2 if copier.is_async else 1

@@ -140,5 +140,5 @@ class Drafting:
         if options.matches_ngrams:
             filler = NgramFiller(options, req_states)
         elif options.matches_suffixes:
-            filler = SuffixFiller(options, req_states, self._copier)
+            filler = SuffixFiller(options, req_states, self._copier, self.requests.scopes)
         return ReferencesFirst(filler, self.requests)

@@ -16,6 +16,7 @@ from vllm_specplus.kernels.counts import count_drafts, mark_padding
 from vllm_specplus.kernels.drafts import continue_forecasts, prefer_forecasts, report_tokens
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 from vllm_specplus.runners.step_prices import StepPrices
+from vllm_specplus.runners.suffix_scopes import SuffixScopes
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source
 
@@ -39,6 +40,7 @@ class RequestTracker:
         self._copier = copier
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
         self.live_requests = LiveRequests(options, vllm_config.model_config, warns=get_tp_group().rank_in_group == 0)
+        self.scopes = SuffixScopes(options)
         self.prices = StepPrices() if options.adaptive else None
         self._requests_by_state: dict[int, LiveRequest] = {}
         self._ended: Collection[str] = ()  # with this step
@@ -61,6 +63,8 @@ class RequestTracker:
             self._kept.pop(req_id, None)
         self.live_requests.finish(self._ended)
         self.live_requests.begin(scheduler_output.scheduled_new_reqs)
+        self.scopes.end(self._ended)
+        self.scopes.begin(scheduler_output.scheduled_new_reqs)
 
     def after_step(self, output: Any) -> None:
         """Do nothing: the device counts."""

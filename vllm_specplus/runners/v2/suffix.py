@@ -18,6 +18,7 @@ from vllm_specplus.kernels.drafts import continue_forecasts
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.hybrid import HybridDrafter
 from vllm_specplus.proposers.suffix import SuffixMatcher
+from vllm_specplus.runners.suffix_scopes import SuffixScopes
 from vllm_specplus.runners.v2.fillers import SlotFiller
 from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.specplus")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _MirrorHistory(History):
     """A history whose rows are picked from the mirror."""
 
@@ -43,8 +44,11 @@ class SuffixFiller(SlotFiller):
 
     needs_every_step = True
 
-    def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState", copier: TokenCopier):
+    def __init__(
+        self, options: SpecPlusOptions, req_states: "FollowedRequestState", copier: TokenCopier, scopes: SuffixScopes
+    ):
         self._options = options
+        self._scopes = scopes
         self._req_states = req_states
         self._copier = copier
         self._matcher = SuffixMatcher(**options.suffix_matcher)
@@ -133,7 +137,8 @@ class SuffixFiller(SlotFiller):
                 continue
             token_ids, prompt_len = found
             text = np.concatenate((token_ids, rows[i, 2 : 2 + max(0, rows[i, 0] - len(token_ids))][::-1]))
-            history = History([req_id], text[None], np.array([len(text)]), np.array([prompt_len]))
+            lengths = np.array([len(text)]), np.array([prompt_len])
+            history = History([req_id], text[None], *lengths, self._scopes.of([req_id]))
             self._matcher.match(history, None, np.zeros(1, np.int32))
 
     def _history(self, input_batch: Any) -> _MirrorHistory:
@@ -143,6 +148,7 @@ class SuffixFiller(SlotFiller):
             token_ids=mirror.token_ids,
             num_tokens=mirror.num_tokens[indices],
             num_prompt_tokens=mirror.num_prompt_tokens[indices],
+            scopes=self._scopes.of(input_batch.req_ids),
             indices=indices,
         )
 

@@ -1,0 +1,44 @@
+"""Tells the workers which requests have the same ``cache_salt``.
+
+vLLM's salt goes no further than the scheduler, where it keys the prefix cache. So a subclass of the scheduler writes it
+into what travels to the workers, where it keys the suffix trees.
+"""
+
+import hashlib
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm_specplus.requests.options import SCOPE_ENTRY
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+else:
+    Scheduler = object
+
+_BYTES = 16
+
+
+class SaltingMixin(Scheduler):
+    """Marks each request with its scope: a digest of its salt, so that no log shows the salt; "" without one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._digest_key = os.urandom(_BYTES)
+
+    def add_request(self, request: Any) -> None:
+        """Mark a request, then add it as vLLM does; takes vLLM's ``Request``."""
+        if request.sampling_params is not None:
+            # A session goes on under its id and keeps the salt that it began with.
+            salt = self.requests.get(request.request_id, request).cache_salt
+            scope = self._digest(salt) if salt else ""
+            request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), SCOPE_ENTRY: scope}
+        super().add_request(request)
+
+    def _digest(self, salt: str) -> str:
+        encoded = salt.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(encoded, digest_size=_BYTES, key=self._digest_key).hexdigest()
+
+
+def salting(scheduler: type[Scheduler]) -> type[Scheduler]:
+    """The subclass of one of vLLM's schedulers that marks requests with their scope."""
+    return type(f"Salting{scheduler.__name__}", (SaltingMixin, scheduler), {})
