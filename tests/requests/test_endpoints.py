@@ -126,6 +126,25 @@ def test_below_a_root_path() -> None:
     assert client_for(Engine([STATS]), root_path="/prefix").get("/prefix/specplus/stats").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["stats", "metrics"])
+@pytest.mark.parametrize("place", ["args", "environment"])
+def test_the_routes_ask_for_the_servers_api_key(place: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine([STATS])
+    client = client_for(engine)
+    if place == "args":
+        client.app.state.args = SimpleNamespace(api_key=["other", "key"])  # type: ignore[attr-defined]
+    else:
+        monkeypatch.setenv("VLLM_API_KEY", "key")
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "key"}):
+        got = client.get(f"/specplus/{path}", headers=headers)
+        assert (got.status_code, got.json()) == (401, {"error": "Unauthorized"})
+    assert not engine.calls
+    assert client.get(f"/specplus/{path}", headers={"authorization": "Bearer key"}).status_code == 200
+    for value, status in (("0", 401), ("1", 200)):
+        monkeypatch.setenv("SPECPLUS_OPEN_ENDPOINTS", value)
+        assert client.get(f"/specplus/{path}").status_code == status
+
+
 def test_two_apps_of_a_process() -> None:
     first, second = (client_for(Engine([{"entries": {"requests": n}}])) for n in (1, 2))
     assert first.get("/specplus/stats").json()["entries"] == {"requests": 1}

@@ -1,18 +1,20 @@
 """Routes of vLLM's server that show what was drafted, and what of it was accepted."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.datastructures import State
 from starlette.responses import JSONResponse
 
+from vllm_specplus.requests.api_key import are_routes_open, lacks_api_key
 from vllm_specplus.requests.engine_client import ask_workers, has_drafter
 from vllm_specplus.requests.middleware import PredictedOutputs
 from vllm_specplus.requests.response import error_response
@@ -76,7 +78,21 @@ class _Scrape(Collector):
         return metric_families(self.stats)
 
 
-_router = APIRouter(prefix="/specplus")
+class _GuardedRoute(APIRoute):
+    """A route that asks for the server's API key, as vLLM's guarded routes do."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_with_key(request: Request) -> Response:
+            if not are_routes_open() and lacks_api_key(request.app.state, request.headers):
+                return JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
+            return await handle(request)
+
+        return handle_with_key
+
+
+_router = APIRouter(prefix="/specplus", route_class=_GuardedRoute)
 
 
 @_router.get("/stats")

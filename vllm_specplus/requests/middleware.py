@@ -14,10 +14,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm import envs
-from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, AuthenticationMiddleware
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 from vllm.logger import init_logger
 
+from vllm_specplus.requests.api_key import lacks_api_key
 from vllm_specplus.requests.body import RequestBody, check_other_route, read_body
 from vllm_specplus.requests.check import handover, no_drafter_error
 from vllm_specplus.requests.engine_client import check_of_engine, has_drafter, speculates
@@ -135,17 +135,9 @@ async def _off_loop(num_bytes: int, function: Callable[..., _T], *args: Any) -> 
 
 
 def _lacks_api_key(scope: Scope) -> bool:
-    """Whether the server asks for an API key that the request does not bring."""
-    if not scope["path"].removeprefix(scope.get("root_path", "")).startswith(GUARDED_PREFIX):
-        return False
-    args = getattr(_state(scope), "args", None)
-    # As vLLM's server reads them.
-    keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
-    return bool(keys) and not AuthenticationMiddleware(_no_app, keys).verify_token(headers_of(scope))
-
-
-async def _no_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Stands for the app of a middleware that is not called."""
+    """Whether vLLM is going to refuse the request, which does not bring the server's API key."""
+    is_guarded = scope["path"].removeprefix(scope.get("root_path", "")).startswith(GUARDED_PREFIX)
+    return is_guarded and lacks_api_key(_state(scope), headers_of(scope))
 
 
 def _state(scope: Scope) -> Any:
