@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ from common import environment, write_json
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from vllm_specplus.compare.processes import EngineFailedError, EngineProcess
 
 HYBRID = {"method": "mtp", "num_speculative_tokens": 8, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
 PLAIN, ADAPTIVE = "none", "adaptive"
@@ -89,11 +90,8 @@ def prompts() -> dict[str, list[str]]:
     return {"continue a file": continued, "repeat, one name changed": renamed, "a JSON list": lists, WRONG: continued}
 
 
-def serve(model: str, config: dict[str, Any] | None, log: Path, pipe: Connection) -> None:
-    """Generate what is asked over the pipe until it is closed; all that is printed goes to the log."""
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def serve(pipe: Connection, model: str, config: dict[str, Any] | None) -> None:
+    """Generate what is asked over the pipe until it is closed: the answer is the seconds and the token ids."""
     # Front end and engine in one process: they would disturb each other on few cores.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
@@ -122,53 +120,17 @@ def serve(model: str, config: dict[str, Any] | None, log: Path, pipe: Connection
         pipe.send((seconds, [list(output.outputs[0].token_ids) for output in outputs]))
 
 
-class EngineEndedError(Exception):
-    """An engine's process has ended too early."""
-
-
-class Engine:
-    """An engine in a process of its own."""
-
-    def __init__(self, model: str, way: str, logs: Path):
-        context = get_context("spawn")
-        self._pipe, childs = context.Pipe()
-        self.log = logs / f"{way.replace(' ', '-')}.log"
-        self._process = context.Process(target=serve, args=(model, CONFIGS[way], self.log, childs))
-        self._process.start()
-        childs.close()
-
-    def wait_until_ready(self) -> None:
-        self._receive()
-
-    def generate(
-        self, texts: list[str], temperature: float, max_tokens: int, extra: dict[str, Any] | None
-    ) -> tuple[float, list[list[int]]]:
-        """The seconds that the requests took together, and their token ids."""
-        self._pipe.send((texts, temperature, max_tokens, extra))
-        return self._receive()
-
-    def end(self) -> None:
-        # A process that has nobody to hear from ends.
-        self._pipe.close()
-        self._process.join()
-
-    def _receive(self) -> Any:
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            raise EngineEndedError(f"an engine has ended; its output is in {self.log}") from None
-
-
 @contextmanager
-def engines(model: str, logs: Path) -> Iterator[dict[str, Engine]]:
+def engines(model: str, logs: Path) -> Iterator[dict[str, EngineProcess]]:
     """All engines, started one after another."""
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         started = {}
         for way in CONFIGS:
-            started[way] = Engine(model, way, logs)
+            log = logs / f"{way.replace(' ', '-')}.log"
+            started[way] = EngineProcess(serve, model, CONFIGS[way], log=log)
             stack.callback(started[way].end)
-            started[way].wait_until_ready()
+            started[way].receive()
         yield started
 
 
@@ -177,7 +139,7 @@ def ways_of(kind: str) -> list[str]:
     return [PLAIN, *PREDICTED] if kind == WRONG else [way for way in CONFIGS if way not in PREDICTED]
 
 
-def measure(started: dict[str, Engine], args: argparse.Namespace) -> Iterator[tuple[list[Result], list[str]]]:
+def measure(started: dict[str, EngineProcess], args: argparse.Namespace) -> Iterator[tuple[list[Result], list[str]]]:
     """Every way in one setting after another, and what was wrong there."""
     settings = [(k, n, t) for t in args.temperature for n in args.concurrency for k in prompts()]
     for kind, concurrency, temperature in track(settings, disable=not sys.stdout.isatty()):
@@ -189,7 +151,7 @@ def measure(started: dict[str, Engine], args: argparse.Namespace) -> Iterator[tu
             expected = None
             for way, values in speeds.items():
                 wanted = extra if CONFIGS[way] is not None else None
-                seconds, tokens = started[way].generate(texts, temperature, args.max_tokens, wanted)
+                seconds, tokens = started[way].call(texts, temperature, args.max_tokens, wanted)
                 expected = expected or tokens
                 if temperature == 0 and tokens != expected:
                     wrong.append(f"{way}, {kind}, concurrency {concurrency}: another text than without speculation")
@@ -279,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
             for measured, differences in measure(started, args):
                 results += measured
                 wrong += differences
-    except EngineEndedError as error:  # what was measured before is shown
+    except EngineFailedError as error:  # what was measured before is shown
         wrong.append(str(error))
     rows = goals(results)
     console = Console(width=None if sys.stdout.isatty() else 190)

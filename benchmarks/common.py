@@ -1,27 +1,18 @@
 """What benchmarks share: how far drafts are right, and of a report the machine, the versions and the JSON file."""
 
 import json
-import os
-import platform
 import resource
 import subprocess
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from vllm_specplus.compare.environment import machine
 
 
 def environment(*packages: str) -> dict[str, Any]:
     """The machine, the versions of `packages` (null = not installed) and the git commit."""
-    return {
-        "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in packages},
-        "git_commit": _git_commit(),
-    }
+    return machine(*packages) | {"git_commit": _git_commit()}
 
 
 def gpu_environment() -> dict[str, Any]:
@@ -52,20 +43,6 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
     """Write `report` to `path`, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _git_commit() -> str | None:

@@ -21,7 +21,8 @@ ALLOWED = {
     "compat": set(),
     "testing": set(),
     "migrate": {"config"},
-    "cli": {"config", "migrate"},
+    "compare": {"requests", "config"},
+    "cli": {"config", "migrate", "compare"},
     "__init__": {"engine"},
 } | {leaf: set() for leaf in LEAVES}
 # `verify_draft_tokens` imports the kernels when it is asked for them.

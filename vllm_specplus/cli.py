@@ -1,4 +1,4 @@
-"""The command ``vllm-specplus``: checks a speculative config, or migrates a server's start, without an engine."""
+"""The command ``vllm-specplus``: checks a speculative config, migrates a server's start, or compares configs."""
 
 import argparse
 import shlex
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_specplus.compare.command import add_arguments as add_compare_arguments
+from vllm_specplus.compare.command import with_engine_args_joined
 from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
 from vllm_specplus.config.explain import explain
 from vllm_specplus.migrate import SYSTEMS, migrate, read_command, read_environment, read_yaml
@@ -20,14 +22,14 @@ _NOT_CHECKED = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's own; return the exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(with_engine_args_joined(sys.argv[1:] if argv is None else argv))
     return arguments.run(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-specplus",
-        description="Further speculative decoding for vLLM: tools that need no engine.",
+        description="Further speculative decoding for vLLM: tools beside the engine.",
     )
     parser.add_argument("--version", action="version", version=f"vllm-specplus {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -45,6 +47,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=_check)
     _add_migrate(commands)
+    add_compare_arguments(
+        commands.add_parser(
+            "compare",
+            help="measure speculative configs on your own prompts, and say which one to use",
+            description="Run each configuration in an engine of its own, in turns and repeatedly. Print tokens/s, "
+            "accepted drafts and where the time goes; write the same to a folder. See docs/compare.md.",
+        )
+    )
     return parser
 
 

@@ -44,7 +44,7 @@ these results bit for bit.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -102,11 +102,14 @@ class ScaledPrices(NamedTuple):
     @classmethod
     def of(cls, prices: Prices, num_model_steps: int) -> Self:
         """Scale prices, of which none counts as more than 2^20 tokens."""
-        slot, step, first, later, _, verification = (
-            None if price is None else int(min(price, 2.0**20) * _ONE) for price in astuple(prices)
-        )
-        passes = [first, *[later] * num_model_steps][:num_model_steps]
-        return cls(slot, max(step, 1), np.array(passes, np.int64), verification)
+
+
+        def scaled(price: float) -> int:
+            return int(min(price, 2.0**20) * _ONE)
+
+        passes = [scaled(prices.first_pass), *[scaled(prices.later_pass)] * num_model_steps][:num_model_steps]
+        verification = None if prices.verification is None else scaled(prices.verification)
+        return cls(scaled(prices.slot), max(scaled(prices.step), 1), np.array(passes, np.int64), verification)
 
 
 class CommonAccount:

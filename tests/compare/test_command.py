@@ -1,0 +1,150 @@
+"""The command with engines that count instead of computing: turns, files, failures, Ctrl-C, bad input."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compare import stand_in
+from vllm_specplus.cli import main
+from vllm_specplus.compare import measure
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(measure, "_SERVE", stand_in.NAME)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def config(speed: int, fault: str = "") -> str:
+    values: dict[str, Any] = {"method": "draft_model", "num_speculative_tokens": speed}
+    return json.dumps(values | {"model": fault or "good"})
+
+
+def compare(model: Path, *configs: str, options: tuple[str, ...] = ()) -> int:
+    chosen = [word for text in configs for word in ("--config", text)]
+    workload = () if "--prompts" in options else ("--workload", "prose")
+    return main(["compare", "--model", str(model), *workload, *chosen, "--out", str(model.parent / "out"), *options])
+
+
+def results(model: Path) -> dict[str, Any]:
+    return json.loads((model.parent / "out" / "results.json").read_text())
+
+
+def test_a_comparison(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(model, config(2), config(3), options=("--concurrency", "1,16", "--repeat", "3")) == 0
+    out, err = capsys.readouterr()
+    data = results(model)
+    assert data["recommendation"] in out
+    assert data["recommendation"].startswith("Use draft_model num_speculative_tokens=3, 3.00 times as fast as none")
+    assert len(data["measurements"]) == 6
+    row = data["measurements"][1]
+    assert (row["concurrency"], row["repeats"]) == (1, 3)
+    assert row["ratio"] == pytest.approx(2)
+    assert row["mean_accepted_length"] == 3  # 4 tokens of 2 steps, of which the prompt's step gave one
+    assert row["wasted"] == 0.5
+    assert "model 6 of 12" in out
+    # Backwards in the second repeat.
+    turns = [line.split(",")[0].rpartition("=")[2] for line in err.splitlines() if "concurrency 1," in line]
+    assert turns == ["none", "2", "3", "3", "2", "none", "none", "2", "3"]
+    with (model.parent / "out" / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["tokens_per_second"]) for row in rows] == [r["tokens_per_second"] for r in data["measurements"]]
+    assert {path.name for path in (model.parent / "out").iterdir()} >= {"results.json", "results.csv", "logs"}
+
+
+def test_one_at_a_time(model: Path) -> None:
+    assert compare(model, config(2), options=("--one-at-a-time", "--repeat", "2")) == 0
+    assert [row["repeats"] for row in results(model)["measurements"]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "repeats"),
+    [("start", "ValueError: no memory", 0), ("killed", "the engine ended with exit code -9", 1)],
+)
+def test_a_crash_is_a_row(fault: str, said: str, repeats: int, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(model, config(2), config(3, fault), options=("--repeat", "3")) == 1
+    out = capsys.readouterr().out
+    none, good, bad = results(model)["measurements"]
+    assert (none["repeats"], good["repeats"], bad["repeats"]) == (3, 3, repeats)
+    assert bad["error"].startswith(said)
+    assert f"FAILED: draft_model num_speculative_tokens=3 model={fault}: {said}" in out
+    assert results(model)["recommendation"].startswith("Use draft_model num_speculative_tokens=2")
+
+
+def test_ctrl_c_keeps_what_was_measured(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(model, config(2), config(3, "interrupt"), options=("--repeat", "4")) == 130
+    assert "Interrupted" in capsys.readouterr().out
+    data = results(model)
+    assert data["interrupted"]
+    assert 1 <= data["measurements"][0]["repeats"] < 4
+
+
+def test_another_greedy_text_is_an_error_with_the_two_best_logits(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(model, config(2, "other text"), options=("--repeat", "2")) == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "FAILED" in line)
+    assert "prompt island, token 2: '<9>' instead of '<7>'" in line
+    assert "'seven' 20.0000, 'nine' 19.9000" in line
+    (difference,) = results(model)["differences"]
+    assert (difference["position"], difference["is_near_tie"]) == (2, False)
+
+
+def test_a_near_tie_is_no_error(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_BF16", "1")
+    assert compare(model, config(2, "near tie"), options=("--repeat", "2")) == 0
+    assert "NEAR-TIE" in capsys.readouterr().out
+
+
+def test_texts_are_not_compared_where_they_are_sampled(model: Path) -> None:
+    assert compare(model, config(2, "other text"), options=("--repeat", "1", "--temperature", "0.8")) == 0
+    assert results(model)["differences"] == []
+
+
+CASES = ("no such model", "empty", "not UTF-8", "not JSON", "not writable", "equal", "engine args")
+
+
+def bad_inputs(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Options of each case, and what is said."""
+    (folder / "empty.txt").touch()
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "bad.jsonl").write_text('{"prompt": "x"}\nnonsense\n')
+    (folder / "file").touch()
+    return {
+        "no such model": (("--model", "/nothing/here"), "the model does not exist"),
+        "empty": (("--prompts", str(folder / "empty.txt")), "is empty"),
+        "not UTF-8": (("--prompts", str(folder / "latin.txt")), "is not UTF-8"),
+        "not JSON": (("--prompts", str(folder / "bad.jsonl")), "line 2 is not JSON"),
+        "not writable": (("--out", str(folder / "file" / "out")), "cannot write to"),
+        "equal": (("--config", config(2)), "are equal"),
+        "engine args": (("--engine-args", "--nonsense"), "--engine-args: unrecognized arguments"),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line_and_leaves_nothing(case: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options, said = bad_inputs(model.parent)[case]
+    before = sorted(model.parent.rglob("*"))
+    assert compare(model, config(2), options=options) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    line = err.splitlines()[-1]
+    assert said in line
+    # Progress of the first engine's start comes before what that engine says.
+    assert len(err.splitlines()) == (2 if case == "engine args" else 1)
+    assert sorted(model.parent.rglob("*")) == before
+
+
+def test_a_refusal_leaves_earlier_results_alone(model: Path) -> None:
+    assert compare(model, config(2), options=("--repeat", "1")) == 0
+    kept = (model.parent / "out" / "results.json").read_text()
+    assert compare(model, config(2), options=("--engine-args", "--nonsense")) == 2
+    assert (model.parent / "out" / "results.json").read_text() == kept

@@ -1,0 +1,1 @@
+"""Compares speculative configs on a user's prompts: the command ``vllm-specplus compare``."""

@@ -1,0 +1,73 @@
+"""The options of the command ``vllm-specplus compare``."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_specplus.compare.workloads import WORKLOADS
+
+_ENGINE_ARGS = "--engine-args"
+
+
+def with_engine_args_joined(argv: Sequence[str]) -> list[str]:
+    """The words with ``--engine-args`` and its value as one: argparse takes a value such as ``--enforce-eager`` for an
+    option of its own."""
+    words = list(argv)
+    if words[:1] == ["compare"] and _ENGINE_ARGS in words[:-1]:
+        place = words.index(_ENGINE_ARGS)
+        words[place : place + 2] = [f"{_ENGINE_ARGS}={words[place + 1]}"]
+    return words
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    command.add_argument("--model", required=True, help="a folder or a repository's name, as for `vllm serve`")
+    prompts = command.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="a .jsonl file, or a text with a prompt a line")
+    prompts.add_argument("--workload", choices=list(WORKLOADS), help="prompts that the command brings")
+    command.add_argument(
+        "--config", action="append", required=True, metavar="JSON", help="a speculative config; repeat it"
+    )
+    command.add_argument(
+        "--baseline", default="none", metavar="JSON", help="what the others are compared with; default none"
+    )
+    command.add_argument(
+        "--concurrency", type=_levels, default=[1], metavar="N,...", help="requests at once; default 1"
+    )
+    command.add_argument("--max-tokens", type=_positive, default=128, metavar="N", help="of an answer; default 128")
+    command.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="default 0")
+    command.add_argument(
+        "--repeat", type=_positive, default=5, metavar="R", help="runs of each configuration; default 5"
+    )
+    command.add_argument(_ENGINE_ARGS, type=shlex.split, default=[], metavar="'...'", help="options of `vllm serve`")
+    command.add_argument(
+        "--one-at-a-time", action="store_true", help="start engines anew for each run: the model fits into memory once"
+    )
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets the results")
+    command.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # The other commands go without what this one needs.
+    from vllm_specplus.compare.comparison import run
+
+    return run(arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _levels(text: str) -> list[int]:
+    return [*dict.fromkeys(_positive(part) for part in text.split(","))]
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError
+    return number

@@ -1,0 +1,107 @@
+"""The command ``vllm-specplus compare``: what it does, its files, its exit status."""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vllm_specplus.compare.configurations import read_configurations
+from vllm_specplus.compare.measure import Plan, measure
+from vllm_specplus.compare.measurements import Measurements
+from vllm_specplus.compare.processes import RefusedError
+from vllm_specplus.compare.prompts import check_model, read_prompts
+from vllm_specplus.compare.results import as_data, write_results
+from vllm_specplus.compare.tables import show
+from vllm_specplus.compare.workloads import workload
+
+_INTERRUPTED = 130
+_WIDTH = 120  # where the output is no terminal
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        0; 1 if a configuration failed or gave a wrong text; 2 if the command was refused; 130 after Ctrl-C.
+    """
+    try:
+        plan = _plan(arguments)
+        with _folder(arguments.out) as logs:
+            measurements, data = _measured(plan, logs)
+            return _report(arguments.out, measurements, data)
+    except RefusedError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    configurations = read_configurations(arguments.baseline, arguments.config)
+    prompts = read_prompts(arguments.prompts) if arguments.prompts else workload(arguments.workload)
+    check_model(arguments.model)
+    return Plan(
+        arguments.model,
+        configurations,
+        prompts,
+        arguments.concurrency,
+        arguments.max_tokens,
+        arguments.temperature,
+        arguments.repeat,
+        tuple(arguments.engine_args),
+        arguments.one_at_a_time,
+    )
+
+
+@contextmanager
+def _folder(out: Path) -> Iterator[Path]:
+    """Make the output's folder and that of the logs in it; if the command is refused, take away what was made."""
+    made = next((path for path in reversed((out, *out.parents)) if not path.exists()), None)
+    logs = out / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        probe = out / ".results.json.part"
+        probe.touch()
+        probe.unlink()
+    except OSError as problem:
+        if made is not None and made.is_dir():
+            shutil.rmtree(made)
+        raise RefusedError(f"cannot write to {out}: {problem.strerror or problem}") from None
+    try:
+        yield logs
+    except RefusedError:
+        shutil.rmtree(logs if made is None else made)
+        raise
+
+
+def _measured(plan: Plan, logs: Path) -> tuple[Measurements, dict[str, Any]]:
+    console = Console(stderr=True)
+    measurements = Measurements(plan.configurations, plan.concurrency)
+    columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=plan.num_units)
+        is_first = True
+
+        def advance(next_step: str) -> None:
+            nonlocal is_first
+            progress.update(task, advance=0 if is_first else 1, description=next_step)
+            is_first = False
+            if not console.is_terminal:
+                print(next_step, file=sys.stderr)
+
+        measure(plan, measurements, logs, advance)
+    return measurements, as_data(plan, measurements)
+
+
+def _report(out: Path, measurements: Measurements, data: dict[str, Any]) -> int:
+    write_results(out, data)
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    show(console, data, measurements.differences)
+    console.print(f"The results are in {out}", highlight=False, markup=False, soft_wrap=True)
+    if measurements.is_interrupted:
+        return _INTERRUPTED
+    return int(bool(measurements.failures or measurements.defective()))

@@ -1,0 +1,96 @@
+"""The configurations that are compared: read, checked, and named."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_specplus.compare.processes import RefusedError
+from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
+
+NONE = "none"
+_STRATEGY = "mtp_strategy"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One of the configurations.
+
+    name: short, and unlike the others'.
+    config: the speculative config; None for no speculation.
+    keeps_greedy_text: whether its text at temperature 0 is the target's.
+    """
+
+    name: str
+    config: dict[str, Any] | None
+    keeps_greedy_text: bool
+
+
+def read_configurations(baseline: str, texts: Sequence[str]) -> list[Configuration]:
+    """Read the baseline and the other configurations, in this order.
+
+    Args:
+        baseline: ``none``, or a speculative config as JSON.
+        texts: the same, one for each further configuration.
+
+    Raises:
+        RefusedError: one of them is refused, or two of them mean the same.
+    """
+    places = ["--baseline", *(f"--config number {number}" for number in range(1, len(texts) + 1))]
+    configs: list[dict[str, Any] | None] = []
+    keep_text: list[bool] = []
+    seen: dict[str, str] = {}
+    for place, text in zip(places, (baseline, *texts), strict=True):
+        config = None if text.strip() == NONE else _parse(place, text)
+        meaning, keeps_greedy_text = NONE, True
+        if config is not None:
+            meaning, keeps_greedy_text = _meaning(place, config)
+        if meaning in seen:
+            raise RefusedError(f"{seen[meaning]} and {place} are equal: {text}")
+        seen[meaning] = place
+        configs.append(config)
+        keep_text.append(keeps_greedy_text)
+    return [Configuration(*values) for values in zip(_names(configs), configs, keep_text, strict=True)]
+
+
+def _parse(place: str, text: str) -> dict[str, Any]:
+    try:
+        return parse_json(text)
+    except SpecPlusConfigError as problem:
+        raise RefusedError(f"{place}: {problem}") from None
+
+
+def _meaning(place: str, config: dict[str, Any]) -> tuple[str, bool]:
+    """What a config resolves to, as text, and whether it keeps the greedy text."""
+    try:
+        resolved = resolve(config, strict=True)
+    except SpecPlusConfigError as problem:
+        raise RefusedError(f"{place}: {problem}") from None
+    policy = "normal" if resolved.options is None else resolved.options.accept_policy
+    is_synthetic = resolved.vllm.get("rejection_sample_method") == "synthetic"
+    return resolved.as_json(), policy == "normal" and not is_synthetic
+
+
+def _names(configs: list[dict[str, Any] | None]) -> list[str]:
+    """The method of each, with as many of its other keys as tell it from the rest."""
+    names = [NONE if config is None else _method(config) for config in configs]
+    for method in {name for name in names if names.count(name) > 1}:
+        rivals = {i: configs[i] or {} for i, name in enumerate(names) if name == method}
+        keys = dict.fromkeys(key for config in rivals.values() for key in config)
+        telling = [key for key in keys if len({json.dumps(config.get(key)) for config in rivals.values()}) > 1]
+        for i, config in rivals.items():
+            own = [f"{key}={_short(config[key])}" for key in telling if key in config and key != _STRATEGY]
+            names[i] = " ".join((method, *own))
+    # Two texts may differ in a key's absence alone, or in their order.
+    return [name if names.count(name) == 1 else f"{name} #{names[: i + 1].count(name)}" for i, name in enumerate(names)]
+
+
+def _method(config: dict[str, Any]) -> str:
+    method = str(config.get("method") or config.get("speculate_method") or "speculation")
+    strategy = str(config.get(_STRATEGY) or config.get("draft_strategy") or "")
+    return f"{method}+{strategy.removeprefix('with_')}" if strategy.startswith("with_") else method
+
+
+def _short(value: Any) -> str:
+    # Of a path the last part tells enough.
+    return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else json.dumps(value)

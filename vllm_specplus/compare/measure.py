@@ -1,0 +1,191 @@
+"""Runs all configurations in turns, each engine in a process of its own."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_specplus.compare.configurations import Configuration
+from vllm_specplus.compare.measurements import Difference, Measurements, is_near_tie
+from vllm_specplus.compare.processes import EngineFailedError, EngineProcess, call_by_name
+from vllm_specplus.compare.prompts import Prompt
+from vllm_specplus.compare.runs import Best, EngineOptions, Run
+
+_SERVE = "vllm_specplus.compare.engine:serve"
+# Front end and engine in one process: they would disturb each other on few cores.
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+Advance = Callable[[str], None]
+"""Is told what is done next."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    repeats: runs of each configuration at each level of concurrency.
+    engine_args: options of ``vllm serve``, as words of a command line.
+    one_at_a_time: whether an engine ends before the next one starts; otherwise all of them stay.
+    """
+
+    model: str
+    configurations: list[Configuration]
+    prompts: list[Prompt]
+    concurrency: list[int]
+    max_tokens: int
+    temperature: float
+    repeats: int
+    engine_args: tuple[str, ...] = ()
+    one_at_a_time: bool = False
+
+    def order(self, concurrency: int) -> list[int]:
+        """The prompts of a run, by number: each one, and as many more as all places need."""
+        return [i % len(self.prompts) for i in range(max(len(self.prompts), concurrency))]
+
+    def turns(self) -> Iterator[tuple[int, int, Configuration]]:
+        """Repeat, concurrency and configuration of each run; every second repeat goes backwards."""
+        for repeat in range(self.repeats):
+            configurations = self.configurations[:: -1 if repeat % 2 else 1]
+            if self.one_at_a_time:
+                yield from ((repeat, level, c) for c in configurations for level in self.concurrency)
+            else:
+                yield from ((repeat, level, c) for level in self.concurrency for c in configurations)
+
+    @property
+    def num_units(self) -> int:
+        """How often `measure` tells what is done next."""
+        starts = 0 if self.one_at_a_time else 1
+        return (self.repeats * len(self.concurrency) + starts + 1) * len(self.configurations)
+
+
+class _Engines:
+    """The engines that run, by configuration."""
+
+    def __init__(self, plan: Plan, logs: Path):
+        self._plan, self._logs = plan, logs
+        self._running: dict[str, EngineProcess] = {}
+
+    def get(self, configuration: Configuration) -> EngineProcess:
+        """The engine of a configuration, which is started and warmed up if it does not run."""
+        name = configuration.name
+        if name not in self._running:
+            if self._plan.one_at_a_time:
+                self.end()
+            engine = self._running[name] = self._start(configuration)
+            engine.receive()
+            for level in self._plan.concurrency:
+                engine.call("warm_up", level)
+        return self._running[name]
+
+    def _start(self, configuration: Configuration) -> EngineProcess:
+        plan = self._plan
+        number = plan.configurations.index(configuration)
+        share = 1 if plan.one_at_a_time else len(plan.configurations)
+        options = EngineOptions(plan.model, configuration.config, plan.engine_args, share)
+        log = self._logs / f"engine-{number}.log"
+        args = _ENVIRONMENT, _SERVE, options, plan.prompts, plan.max_tokens
+        return EngineProcess(call_by_name, *args, log=log)
+
+    def end(self, name: str | None = None) -> None:
+        """End one engine, or all."""
+        for running in [name] if name else [*self._running]:
+            if running in self._running:
+                self._running.pop(running).end()
+
+
+def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance) -> None:
+    """Fill `measurements`, as far as Ctrl-C lets it.
+
+    Raises:
+        RefusedError: an engine refuses its options or a prompt. Nothing has been measured then.
+    """
+    engines = _Engines(plan, logs)
+    checker = _Checker(plan, measurements, engines)
+    try:
+        for configuration in plan.configurations if not plan.one_at_a_time else ():
+            advance(f"{configuration.name}: starts")
+            with _noting_failures(configuration, measurements, engines):
+                engines.get(configuration)
+        for repeat, level, configuration in plan.turns():
+            name = configuration.name
+            advance(f"{name}, concurrency {level}, repeat {repeat + 1} of {plan.repeats}")
+            if name in measurements.failures:
+                continue
+            with _noting_failures(configuration, measurements, engines):
+                run = engines.get(configuration).call("run", plan.order(level), level, plan.temperature)
+                measurements.add(name, level, repeat, run)
+                checker.check(configuration, level, run)
+        for configuration in plan.configurations:
+            advance(f"{configuration.name}: who drafted what")
+            if configuration.name not in measurements.failures:
+                with _noting_failures(configuration, measurements, engines):
+                    profile = engines.get(configuration).call("profile", plan.temperature)
+                    measurements.profiles[configuration.name] = profile
+        checker.judge()
+    except KeyboardInterrupt:
+        measurements.is_interrupted = True
+    finally:
+        with _without_interrupts():
+            engines.end()
+
+
+@contextmanager
+def _noting_failures(configuration: Configuration, measurements: Measurements, engines: _Engines) -> Iterator[None]:
+    try:
+        yield
+    except EngineFailedError as problem:
+        measurements.failures[configuration.name] = str(problem)
+        engines.end(configuration.name)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A second Ctrl-C must not leave engines behind."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Checker:
+    """Finds greedy answers that differ from those of the first configuration that keeps the greedy text."""
+
+    def __init__(self, plan: Plan, measurements: Measurements, engines: _Engines):
+        self._plan, self._measurements, self._engines = plan, measurements, engines
+        self._expected: dict[int, tuple[Configuration, Run]] = {}
+        self._found: dict[tuple[str, int], tuple[Configuration, int, int, list[int], list[int]]] = {}
+
+    def check(self, configuration: Configuration, level: int, run: Run) -> None:
+        """Compare a run's answers with those expected at this concurrency; note the first that differs."""
+        if self._plan.temperature > 0 or not configuration.keeps_greedy_text:
+            return
+        reference, expected = self._expected.setdefault(level, (configuration, run))
+        if (configuration.name, level) in self._found:
+            return
+        for place, (mine, theirs) in enumerate(zip(run.token_ids, expected.token_ids, strict=True)):
+            if mine != theirs:
+                number = self._plan.order(level)[place]
+                self._found[configuration.name, level] = reference, level, number, theirs, mine
+                return
+
+    def judge(self) -> None:
+        """Ask the reference engines for the two best logits at each difference, and enter the differences."""
+        for (name, level), (reference, _, number, theirs, mine) in self._found.items():
+            position = next(
+                (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
+                min(len(mine), len(theirs)),
+            )
+            tokens = [row[position] if position < len(row) else None for row in (theirs, mine)]
+            best: list[Best] = []
+            expected, found, dtype = "", "", "float32"
+            with _noting_failures(reference, self._measurements, self._engines):
+                engine = self._engines.get(reference)
+                best = engine.call("best_two", number, theirs[:position])
+                expected, found = (engine.call("text", [token]) if token is not None else "" for token in tokens)
+                dtype = engine.call("dtype")
+            near = is_near_tie(best, (tokens[0], tokens[1]), dtype)
+            prompt = self._plan.prompts[number].name
+            difference = Difference(name, level, prompt, position, expected, found, best, near)
+            self._measurements.differences.append(difference)
