@@ -103,7 +103,6 @@ class ScaledPrices(NamedTuple):
     def of(cls, prices: Prices, num_model_steps: int) -> Self:
         """Scale prices, of which none counts as more than 2^20 tokens."""
 
-
         def scaled(price: float) -> int:
             return int(min(price, 2.0**20) * _ONE)
 
