@@ -19,6 +19,7 @@ STATS = {
     "drafted": {"model": [10, 8], "ngram": [0, 4], "unfilled": [0, 0], "reference": []},
     "accepted": {"model": [9, 6], "ngram": [0, 1], "unfilled": [0, 0]},
     "entries": {"requests": 3, "references": 1, "request_counts": 0},
+    "faults": {"drafting": 2},
 }
 TOTALS = {
     "model": {"drafted": 18, "accepted": 15, "acceptance_rate": 15 / 18},
@@ -96,7 +97,8 @@ def test_metrics(answers: list[Any]) -> None:
         for position, count in enumerate(counts)
     ]
     gauges = [("gauge", "specplus:entries", {"kind": kind}, count) for kind, count in STATS["entries"].items()]
-    assert list(samples(got.text)) == counters + gauges
+    faults = [("counter", "specplus:faults_total", {"part": "drafting"}, 2)]
+    assert list(samples(got.text)) == counters + gauges + faults
 
 
 def test_scraped_twice() -> None:
@@ -171,5 +173,6 @@ def test_metric_families_are_there_without_counts() -> None:
         ("specplus:draft_tokens", "counter", []),
         ("specplus:accepted_tokens", "counter", []),
         ("specplus:entries", "gauge", []),
+        ("specplus:faults", "counter", []),
     ]
     assert all(f.documentation for f in families)

@@ -68,14 +68,16 @@ class SpecPlusWorkerMixin(_VllmWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         """Take note of what the step's new requests ask for, then run the step."""
         if self._tracker is not None:
-            self._tracker.before_step(scheduler_output)
+            with self._tracker.live_requests.faults.caught("requests"):
+                self._tracker.before_step(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Choose a step's tokens, then count what became of its drafts."""
         output = super().sample_tokens(grammar_output)
         if self._tracker is not None:
-            self._tracker.after_step(output)
+            with self._tracker.live_requests.faults.caught("counting"):
+                self._tracker.after_step(output)
         return output
 
     def specplus_stats(self) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """The arguments and results of matchers, and the protocol that all matchers meet."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -30,6 +30,18 @@ class History:
     def tokens(self, i: int) -> np.ndarray:
         """[num_tokens[i]] int32, a view of the tokens of request i."""
         return self.token_ids[i, : self.num_tokens[i]]
+
+    def only(self, i: int) -> Self:
+        """The history of request i alone."""
+        chosen = slice(i, i + 1)
+        return replace(
+            self,
+            req_ids=self.req_ids[chosen],
+            token_ids=self.token_ids[chosen],
+            num_tokens=self.num_tokens[chosen],
+            num_prompt_tokens=self.num_prompt_tokens[chosen],
+            scopes=None if self.scopes is None else self.scopes[chosen],
+        )
 
 
 @dataclass(frozen=True)

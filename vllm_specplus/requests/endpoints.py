@@ -21,7 +21,8 @@ from vllm_specplus.requests.response import error_response
 
 Stats = Mapping[str, Mapping[str, Any]]
 """The answer of a worker's ``specplus_stats``. ``drafted`` and ``accepted`` are tokens by source, each a list by
-position among a step's slots; ``entries`` is how many entries of each kind the worker holds. Any key may be absent."""
+position among a step's slots; ``entries`` is how many entries of each kind the worker holds, ``faults`` how many faults
+it had in each part of the plugin. Any key may be absent."""
 
 _COUNTERS = {
     "drafted": ("specplus:draft_tokens", "Draft tokens that were verified, by source and position."),
@@ -57,7 +58,7 @@ def totals(stats: Stats) -> dict[str, dict[str, Any]]:
 
 
 def metric_families(stats: Stats) -> Iterator[Metric]:
-    """The same as Prometheus metrics: the `_COUNTERS` by source and position, and a gauge of entries by kind."""
+    """The same as Prometheus metrics: the `_COUNTERS` by source and position, entries by kind, and faults by part."""
     for key, (name, documentation) in _COUNTERS.items():
         counter = CounterMetricFamily(name, documentation, labels=("source", "position"))
         for source, counts in stats.get(key, {}).items():
@@ -68,6 +69,10 @@ def metric_families(stats: Stats) -> Iterator[Metric]:
     for kind, count in stats.get("entries", {}).items():
         gauge.add_metric((kind,), count)
     yield gauge
+    faults = CounterMetricFamily("specplus:faults", "Faults of the plugin's own code, by part.", labels=("part",))
+    for part, count in stats.get("faults", {}).items():
+        faults.add_metric((part,), count)
+    yield faults
 
 
 @dataclass(eq=False)

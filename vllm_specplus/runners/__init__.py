@@ -4,9 +4,12 @@ An adapter turns vLLM's structures into the arguments of `proposers` and `verify
 """
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vllm_specplus.config import SpecPlusOptions
+
+if TYPE_CHECKING:
+    from vllm_specplus.runners.live_requests import LiveRequests
 
 BuildStep = Literal["init_device", "load_model"]
 """A method of vLLM's worker in which it builds parts of the runner."""
@@ -14,6 +17,8 @@ BuildStep = Literal["init_device", "load_model"]
 
 class Tracker(Protocol):
     """Follows a runner's requests from step to step, and counts what becomes of their drafts."""
+
+    live_requests: "LiveRequests"
 
     def before_step(self, scheduler_output: Any) -> None:
         """Take note of the requests that begin and end with a step; takes vLLM's ``SchedulerOutput``."""

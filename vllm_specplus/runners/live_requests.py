@@ -1,6 +1,6 @@
 """What the running requests of a worker ask of the plugin, from their first step to their last."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.requests.options import RESOLVED_ENTRY, ResolvedOptions
+from vllm_specplus.runners.faults import Faults, GuardedReference
 from vllm_specplus.runners.request_counts import RequestCounts
 
 logger = init_logger("vllm.specplus")
@@ -24,12 +25,14 @@ class LiveRequest:
         reference: the text that its output is expected to resemble; None = there is none, or nothing is drafted.
     """
 
-    def __init__(self, wire: Any, resolved: ResolvedOptions, options: SpecPlusOptions):
+    def __init__(self, req_id: str, wire: Any, resolved: ResolvedOptions, options: SpecPlusOptions, faults: Faults):
         self.wire = wire
         self.resolved = resolved
         self.reference: ReferenceText | None = None
         if resolved.token_ids is not None and resolved.max_drafts != 0:
-            self.reference = ReferenceText(
+            self.reference = GuardedReference(
+                req_id,
+                faults,
                 resolved.token_ids,
                 edit=resolved.edit,
                 min_ngram_size=options.min_ngram_size,
@@ -54,6 +57,10 @@ class LiveRequests:
         options: the plugin's.
         model_config: vLLM's.
         warns: whether this worker logs warnings; one worker does, for all that have the same requests.
+
+    Attributes:
+        counts: of requests that asked for them.
+        faults: of the plugin's own code, and the requests that have no drafts because of one.
     """
 
     def __init__(self, options: SpecPlusOptions, model_config: Any, *, warns: bool):
@@ -63,6 +70,7 @@ class LiveRequests:
         self._warns = warns
         self._requests: dict[str, LiveRequest] = {}
         self.counts = RequestCounts()
+        self.faults = Faults(logs=warns)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -73,10 +81,13 @@ class LiveRequests:
 
     def max_drafts(self, req_ids: Sequence[str], width: int) -> np.ndarray:
         """[B] int64: the drafts that each request allows in a step, at most `width`."""
-        if not self._requests:
-            return np.full(len(req_ids), width, np.int64)
-        allowed = [request.max_drafts if (request := self._requests.get(req_id)) else None for req_id in req_ids]
-        return np.array([width if most is None else min(most, width) for most in allowed], np.int64)
+        limits = np.full(len(req_ids), width, np.int64)
+        if self._requests:
+            for i, request in enumerate(map(self._requests.get, req_ids)):
+                if request is not None and request.max_drafts is not None:
+                    limits[i] = min(request.max_drafts, width)
+        limits[self.faults.rows_without_drafts(req_ids)] = 0
+        return limits
 
     def accept_all(self, req_ids: Sequence[str]) -> np.ndarray | None:
         """[B] bool: the requests whose drafts are all accepted; None: there is none."""
@@ -101,7 +112,8 @@ class LiveRequests:
                 continue
             self.finish([new.req_id])
             if wire is not None:
-                self._begin(new.req_id, wire)
+                with self.faults.caught("requests"):
+                    self._begin(new.req_id, wire)
 
     def _begin(self, req_id: str, wire: Any) -> None:
         resolved = ResolvedOptions.from_wire(wire)
@@ -109,7 +121,7 @@ class LiveRequests:
             if self._warns:
                 logger.warning_once("a request brings options that its check has not written: they are ignored")
             return
-        self._requests[req_id] = LiveRequest(wire, resolved, self._options)
+        self._requests[req_id] = LiveRequest(req_id, wire, resolved, self._options, self.faults)
         if resolved.counts_key is not None:
             self.counts.begin(resolved.counts_key)
         if resolved.num_cut and self._warns:
@@ -125,11 +137,13 @@ class LiveRequests:
         return len(token_ids) <= self._max_model_len and token_ids.min() >= 0 and token_ids.max() < self._vocab_size
 
     def without_drafts(self) -> list[str]:
-        """The requests that allow no drafts."""
-        return [req_id for req_id, request in self._requests.items() if request.max_drafts == 0]
+        """The requests that allow no drafts, or have none because of a fault."""
+        unwilling = [req_id for req_id, request in self._requests.items() if request.max_drafts == 0]
+        return [*unwilling, *self.faults.without_drafts]
 
-    def finish(self, req_ids: Iterable[str]) -> None:
+    def finish(self, req_ids: Collection[str]) -> None:
         """Remove requests that have ended; unknown ids are ignored."""
+        self.faults.finish(req_ids)
         for req_id in req_ids:
             request = self._requests.pop(req_id, None)
             if request is not None and request.counts_key is not None:
@@ -159,7 +173,7 @@ class OptionsTracker:
 
     def stats(self) -> dict[str, Any]:
         """The number of entries of each kind."""
-        return {"entries": self.live_requests.sizes()}
+        return {"entries": self.live_requests.sizes(), "faults": dict(self.live_requests.faults.counts)}
 
     def collect_request_stats(self, key: str) -> dict[str, int] | None:
         """None: nothing is counted."""

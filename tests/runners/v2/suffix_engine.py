@@ -8,6 +8,7 @@ import torch
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import SuffixMatcher
 from vllm_specplus.requests.options import SCOPE_ENTRY
+from vllm_specplus.runners.faults import Faults
 from vllm_specplus.runners.suffix_scopes import SuffixScopes
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
 from vllm_specplus.runners.v2.suffix import SuffixFiller
@@ -66,7 +67,7 @@ class Engine:
         )
         self.copier = TokenCopier(config, torch.device("cpu"), self.states, is_async=is_async, keeps_last=is_async)
         self.scopes = SuffixScopes(self.options)
-        self.slot_filler = SuffixFiller(self.options, self.states, self.copier, self.scopes)
+        self.slot_filler = SuffixFiller(self.options, self.states, self.copier, self.scopes, Faults(logs=False))
         self.prompt_len: dict[str, int] = {}
         self._ended: set[str] = set()
 

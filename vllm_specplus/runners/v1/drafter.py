@@ -22,6 +22,7 @@ from vllm_specplus.proposers.hybrid import Drafts, HybridDrafter
 from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.suffix import SuffixMatcher
 from vllm_specplus.runners.arbiter_options import MATCH_LEN_CAP, arbiter_options, matching_sources
+from vllm_specplus.runners.faults import Faults, GuardedMatcher
 from vllm_specplus.runners.v1.history import MAX_BATCHES_WITH_STATE, HostHistory
 from vllm_specplus.runners.v1.requests import RequestTracker
 from vllm_specplus.sources import SOURCES
@@ -46,12 +47,12 @@ else:
     _Proposer = object
 
 
-def make_matcher(kind: str, vllm_config: Any) -> Matcher:
+def make_matcher(kind: str, vllm_config: Any, faults: Faults) -> Matcher:
     """Make the matcher of a strategy or method: ``ngram`` or ``suffix``."""
     options: SpecPlusOptions = vllm_config.speculative_config.specplus
     if kind == "suffix":
-        return SuffixMatcher(**options.suffix_matcher)
-    return NgramMatcher(
+        return GuardedMatcher(SuffixMatcher(**options.suffix_matcher), faults)
+    ngram = NgramMatcher(
         MAX_BATCHES_WITH_STATE * vllm_config.scheduler_config.max_num_seqs,
         vllm_config.model_config.max_model_len,
         min_ngram_size=options.min_ngram_size,
@@ -59,13 +60,14 @@ def make_matcher(kind: str, vllm_config: Any) -> Matcher:
         match_order=options.ngram_match_order,
         match_len_cap=MATCH_LEN_CAP if options.adaptive else max(options.match_override_len, 1),
     )
+    return GuardedMatcher(ngram, faults)
 
 
-def make_adaptive_drafter(vllm_config: Any) -> AdaptiveDrafter:
+def make_adaptive_drafter(vllm_config: Any, faults: Faults) -> AdaptiveDrafter:
     """Make the drafter of a config with `adaptive`."""
     sources = matching_sources(vllm_config.speculative_config.specplus)
     return AdaptiveDrafter(
-        {source: make_matcher(SOURCES[source], vllm_config) for source in sources},
+        {source: make_matcher(SOURCES[source], vllm_config, faults) for source in sources},
         max_num_reqs=MAX_BATCHES_WITH_STATE * vllm_config.scheduler_config.max_num_seqs,
         **arbiter_options(vllm_config),
     )
@@ -75,18 +77,22 @@ class HistoryDrafter:
     """Drafts without a model: ngram, suffix, or (naive) from the requests' references alone."""
 
     def __init__(self, vllm_config: Any):
+        self._vllm_config = vllm_config
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         self._width = options.num_speculative_tokens
-        self._adaptive = make_adaptive_drafter(vllm_config) if options.adaptive else None
-        self._matcher = None
-        if self._adaptive is None and options.method != NAIVE:
-            self._matcher = make_matcher(options.method, vllm_config)
+        self._adaptive: AdaptiveDrafter | None = None
+        self._matcher: Matcher | None = None
 
     def set_runner(self, runner: Any, tracker: RequestTracker) -> None:
         """Set the runner whose batches are drafted for, and what follows its requests."""
         self._history = HostHistory(runner, tracker)
         self._tracker = tracker
-        tracker.drafter = self._adaptive
+        self._faults = tracker.live_requests.faults
+        options: SpecPlusOptions = self._vllm_config.speculative_config.specplus
+        if options.adaptive:
+            tracker.drafter = self._adaptive = make_adaptive_drafter(self._vllm_config, self._faults)
+        elif options.method != NAIVE:
+            self._matcher = make_matcher(options.method, self._vllm_config, self._faults)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is no model, but vLLM's CPU runner calls this."""
@@ -99,12 +105,17 @@ class HistoryDrafter:
         slot_mappings: Any = None,
     ) -> list[list[int]]:
         """Draft for each request; arguments and result are those of vLLM's custom proposers."""
-        history, max_drafts = self._history.read(sampled_token_ids, self._width)
+        req_ids = self._history.req_ids(len(sampled_token_ids))
+        with self._faults.caught("drafting", req_ids):
+            return self._draft(*self._history.read(sampled_token_ids, self._width))
+        return [[] for _ in req_ids]
+
+    def _draft(self, history: History, max_drafts: np.ndarray) -> list[list[int]]:
         if self._adaptive is not None:
             self._adaptive.retain(self._history.requests_with_state())
             _plan_passes(self._adaptive, self._tracker, history, max_drafts)
             return _choose(self._adaptive, self._tracker, history, max_drafts, None).to_lists()
-        lists: list[list[int]] = [[] for _ in sampled_token_ids]
+        lists: list[list[int]] = [[] for _ in history.req_ids]
         if self._matcher is not None:
             self._matcher.retain(self._history.requests_with_state())
             lists = self._matcher.match(history, None, max_drafts).to_lists()
@@ -126,16 +137,6 @@ class HybridMixin(_Proposer):
         assert options.num_model_steps is not None
         self._steps = options.num_model_steps
         self._is_one_hot_to_the_verifier = not uses_draft_distribution(options.verify_strategy)
-        self._drafter: HybridDrafter | AdaptiveDrafter
-        if options.adaptive:
-            self._drafter = make_adaptive_drafter(self.vllm_config)
-        else:
-            self._drafter = HybridDrafter(
-                make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config),
-                num_model_steps=self._steps,
-                num_speculative_tokens=options.num_speculative_tokens,
-                match_override_len=options.match_override_len,
-            )
         self._sampled_tokens: list[list[int]] = []
         self._tokens_on_host = False
         self._draft_probs: torch.Tensor | None = None
@@ -148,7 +149,18 @@ class HybridMixin(_Proposer):
         """Set the runner whose batches are drafted for, and what follows its requests."""
         self._history = HostHistory(runner, tracker)
         self._tracker = tracker
-        tracker.drafter = self._drafter if isinstance(self._drafter, AdaptiveDrafter) else None
+        self._faults = tracker.live_requests.faults
+        options: SpecPlusOptions = self.vllm_config.speculative_config.specplus
+        self._drafter: HybridDrafter | AdaptiveDrafter
+        if options.adaptive:
+            self._drafter = tracker.drafter = make_adaptive_drafter(self.vllm_config, self._faults)
+        else:
+            self._drafter = HybridDrafter(
+                make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config, self._faults),
+                num_model_steps=self._steps,
+                num_speculative_tokens=options.num_speculative_tokens,
+                match_override_len=options.match_override_len,
+            )
 
     def prepare_next_token_ids_padded(
         self,
@@ -214,27 +226,44 @@ class HybridMixin(_Proposer):
         if isinstance(self._drafter, AdaptiveDrafter):
             return self._propose_what_pays(self._drafter, num_speculative_tokens, *args, **kwargs)
         model_drafts = super().propose(self._steps, *args, **kwargs)
-        history, max_drafts = self._read_history(num_speculative_tokens)
-        self._drafter.matcher.retain(self._history.requests_with_state())
-        drafts = self._drafter.draft(history, model_drafts.cpu().numpy(), max_drafts)
-        self._tracker.put_references_first(history, max_drafts, drafts)
+        drafts = self._no_drafts()
+        with self._faults.caught("drafting", self._req_ids()):
+            history, max_drafts = self._read_history(num_speculative_tokens)
+            self._drafter.matcher.retain(self._history.requests_with_state())
+            joined = self._drafter.draft(history, model_drafts.cpu().numpy(), max_drafts)
+            self._tracker.put_references_first(history, max_drafts, joined)
+            drafts = joined
         self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
         return drafts.token_ids
+
+    def _req_ids(self) -> list[str]:
+        return self._history.req_ids(len(self._sampled_tokens))
+
+    def _no_drafts(self) -> Drafts:
+        num_reqs = len(self._sampled_tokens)
+        return Drafts([[] for _ in range(num_reqs)], np.zeros(num_reqs, np.int32))
 
     def _propose_what_pays(
         self, drafter: AdaptiveDrafter, num_speculative_tokens: int, *args: Any, **kwargs: Any
     ) -> list[list[int]]:
-        history, max_drafts = self._read_history(num_speculative_tokens)
-        drafter.retain(self._history.requests_with_state())
-        num_passes = _plan_passes(drafter, self._tracker, history, max_drafts)
+        # After a fault the model makes all passes. So its draft cache has no gaps, and all ranks agree on the number.
+        plan, num_passes = None, 0 if self._is_asleep else self._steps
+        with self._faults.caught("drafting", self._req_ids()):
+            history, max_drafts = self._read_history(num_speculative_tokens)
+            drafter.retain(self._history.requests_with_state())
+            num_passes = _plan_passes(drafter, self._tracker, history, max_drafts)
+            plan = history, max_drafts
         began = time.perf_counter()
         model_drafts = super().propose(num_passes, *args, **kwargs).cpu().numpy() if num_passes else None
-        choice = _choose(drafter, self._tracker, history, max_drafts, model_drafts)
+        drafts = self._no_drafts()
+        if plan is not None:
+            with self._faults.caught("drafting", self._req_ids()):
+                choice = _choose(drafter, self._tracker, *plan, model_drafts)
+                drafts = Drafts(choice.to_lists(), choice.num_model)
         if num_passes:
             assert self._tracker.prices is not None
             # The choice takes longer with the model's drafts, which is their cost too.
             self._tracker.prices.add_passes(num_passes, self._inputs_time + time.perf_counter() - began)
-        drafts = Drafts(choice.to_lists(), choice.num_model)
         # Without drafts of the model no draft has a distribution.
         self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens) if num_passes else None
         return drafts.token_ids
@@ -257,6 +286,8 @@ class HybridMixin(_Proposer):
 
 def _plan_passes(drafter: AdaptiveDrafter, tracker: RequestTracker, history: History, max_drafts: np.ndarray) -> int:
     assert tracker.prices is not None
+    # Their text has gone from the history.
+    drafter.withdraw(tracker.live_requests.faults.without_drafts)
     drafter.set_prices(tracker.prices.agree(len(history.req_ids)))
     return drafter.plan(
         history, max_drafts, tracker.references(history.req_ids), without_drafts=tracker.live_requests.without_drafts()

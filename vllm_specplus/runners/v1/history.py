@@ -20,8 +20,12 @@ class HostHistory:
         self._tracker = tracker
         self._max_num_states = MAX_BATCHES_WITH_STATE * runner.scheduler_config.max_num_seqs
 
+    def req_ids(self, num_reqs: int) -> list[str]:
+        """The ids of the first requests of the batch."""
+        return self._runner.input_batch.req_ids[:num_reqs]
+
     def requests_with_state(self) -> Collection[str]:
-        """The ids of the requests whose state the matcher keeps; those of this batch are always among them."""
+        """The ids of the requests whose state matchers keep; those of this batch are always among them."""
         unfinished = self._runner.requests
         return unfinished if len(unfinished) <= self._max_num_states else self._runner.input_batch.req_ids
 
@@ -72,6 +76,7 @@ class HostHistory:
             if not tokens:
                 limits[i] = 0
         # A prompt of embeddings has no tokens; its row still holds the tokens of an earlier request.
-        for i in batch.req_prompt_embeds:
+        # The text of a request whose drafting had a fault is not looked at again.
+        for i in (*batch.req_prompt_embeds, *self._tracker.live_requests.faults.rows_without_drafts(history.req_ids)):
             num_tokens[i] = num_prompt_tokens[i] = limits[i] = 0
         return history, limits

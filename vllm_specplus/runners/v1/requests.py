@@ -77,6 +77,7 @@ class RequestTracker:
         Args:
             scheduler_output: vLLM's ``SchedulerOutput``.
         """
+        self._drafts_in_step = {}
         if self.prices is not None:
             self.prices.begin_step(scheduler_output)
         ended, new = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
@@ -131,7 +132,8 @@ class RequestTracker:
     def stats(self) -> dict[str, Any]:
         """Counts by source and position, and the number of entries."""
         self._count()
-        return by_source(self._counts) | {"entries": self.live_requests.sizes()}
+        own = {"entries": self.live_requests.sizes(), "faults": dict(self.live_requests.faults.counts)}
+        return by_source(self._counts) | own
 
     def collect_request_stats(self, key: str) -> dict[str, int] | None:
         """Collect the counts of one key, once: see ``RequestCounts.collect``."""

@@ -95,7 +95,8 @@ class AdaptiveFiller(SlotFiller):
         self._matching = matching_sources(self._options)
         self._suffix: SuffixFiller | None = None
         if SUFFIX in self._matching:
-            self._suffix = SuffixFiller(self._options, req_states, copier, requests.scopes)
+            faults = requests.live_requests.faults
+            self._suffix = SuffixFiller(self._options, req_states, copier, requests.scopes, faults)
         self.needs_every_step = self._suffix is not None
         # With asynchronous scheduling the host has launched a step before the device is at the end of the one before.
         self._lag = 2 if copier.is_async else 1

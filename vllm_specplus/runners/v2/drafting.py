@@ -7,7 +7,8 @@ asynchronous scheduling it has scheduled all slots before they are filled, and t
 (`samplers.CountingRejectionSampler`).
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,24 +61,27 @@ class Drafting:
             keeps_last=self.is_async and options.matches_suffixes,
         )
         self.requests = RequestTracker(vllm_config, device, req_states, self._copier)
+        self._faults = self.requests.live_requests.faults
         self._slot_filler = self._make_slot_filler(vllm_config, device, req_states)
         req_states.drafting = self
 
     def begin(self, req_id: str, index: int, prompt_len: int, token_ids: list[int]) -> None:
         """Take note of a request that takes a place among the request states, perhaps with some of its output."""
-        self.requests.begin(req_id, index)
         # vLLM pads the first step of a request that has one token left to compute.
         self.num_drafts[index].zero_()
-        self._slot_filler.begin(req_id, index)
-        if self._slot_filler.needs_every_step or self.requests.has_reference(index):
-            self._copier.mirror.add(index, prompt_len, token_ids)
-        else:
-            self._copier.mirror.skip(index)
+        with self._faults.caught("drafting", [req_id]):
+            self.requests.begin(req_id, index)
+            self._slot_filler.begin(req_id, index)
+            if self._slot_filler.needs_every_step or self.requests.has_reference(index):
+                self._copier.mirror.add(index, prompt_len, token_ids)
+            else:
+                self._copier.mirror.skip(index)
 
     def end(self, req_id: str, index: int) -> None:
         """Take note of a request that leaves its place, at its end or to come back later."""
-        self._slot_filler.end(req_id, index)
-        self.requests.end(index)
+        with self._faults.caught("requests"):
+            self._slot_filler.end(req_id, index)
+            self.requests.end(index)
 
     def warm_up(self) -> None:
         """Compile the kernels that only some requests need."""
@@ -90,9 +94,16 @@ class Drafting:
         self._copier.reset()
         self._slot_filler.reset()
 
-    def passes(self, input_batch: Any, most: int) -> AbstractContextManager[int | None]:
-        """See `SlotFiller.passes`."""
-        return self._slot_filler.passes(input_batch, most)
+    @contextmanager
+    def passes(self, input_batch: Any, most: int) -> Iterator[int | None]:
+        """See `SlotFiller.passes`; after a fault the model makes all passes, so that its draft cache has no gaps."""
+        number: int | None = most
+        passes = self._slot_filler.passes(input_batch, most)
+        with self._faults.caught("drafting", input_batch.req_ids):
+            number = passes.__enter__()
+        yield number
+        with self._faults.caught("drafting", input_batch.req_ids):
+            passes.__exit__(None, None, None)
 
     def fill(
         self, input_batch: Any, model_drafts: torch.Tensor | None, num_sampled: torch.Tensor, width: int
@@ -109,6 +120,17 @@ class Drafting:
             [num_reqs, K] int64 drafts, padded with token 0; [num_reqs] int32 drafts of each request; [num_reqs] int32
             how many of them are the model's.
         """
+        with self._faults.caught("drafting", input_batch.req_ids):
+            return self._fill(input_batch, model_drafts, num_sampled, width)
+        draft_tokens, idx_mapping = self.draft_tokens[: input_batch.num_reqs], input_batch.idx_mapping
+        draft_tokens.zero_()
+        self.num_drafts[idx_mapping] = self.num_model[idx_mapping] = 0
+        self.latest = self.num_drafts[idx_mapping]
+        return draft_tokens, self.latest, self.latest
+
+    def _fill(
+        self, input_batch: Any, model_drafts: torch.Tensor | None, num_sampled: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
         draft_tokens = self.draft_tokens[:num_reqs]
         num_steps = 0 if model_drafts is None else model_drafts.shape[1]
@@ -140,5 +162,5 @@ class Drafting:
         if options.matches_ngrams:
             filler = NgramFiller(options, req_states)
         elif options.matches_suffixes:
-            filler = SuffixFiller(options, req_states, self._copier, self.requests.scopes)
+            filler = SuffixFiller(options, req_states, self._copier, self.requests.scopes, self._faults)
         return ReferencesFirst(filler, self.requests)

@@ -159,7 +159,7 @@ class RequestTracker:
 
     def limit(self, input_batch: Any, max_drafts: torch.Tensor) -> torch.Tensor:
         """[B] int32: `max_drafts`, or less where a request allows no more."""
-        if not self._requests_by_state:
+        if not self._requests_by_state and not self.live_requests.faults.without_drafts:
             return max_drafts
         allowed = self.live_requests.max_drafts(input_batch.req_ids, self._width)
         if np.all(allowed == self._width):
@@ -245,21 +245,23 @@ class RequestTracker:
             num_drafts, num_model: [max_num_reqs] int32 by request state.
             invalid: [num_rows] bool, rows whose draft a grammar forbids, or None.
         """
-        count_drafts(
-            self._counts,
-            self.request_counts,
-            num_sampled,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            num_drafts,
-            num_model,
-            self._fill_source,
-            invalid,
-        )
+        with self.live_requests.faults.caught("counting"):
+            count_drafts(
+                self._counts,
+                self.request_counts,
+                num_sampled,
+                input_batch.cu_num_logits,
+                input_batch.idx_mapping,
+                num_drafts,
+                num_model,
+                self._fill_source,
+                invalid,
+            )
 
     def stats(self) -> dict[str, Any]:
         """Counts by source and position, and the number of entries; waits for the device."""
-        return by_source(self._counts.cpu().numpy()) | {"entries": self.live_requests.sizes()}
+        own = {"entries": self.live_requests.sizes(), "faults": dict(self.live_requests.faults.counts)}
+        return by_source(self._counts.cpu().numpy()) | own
 
     def collect_request_stats(self, key: str) -> dict[str, int] | None:
         """Collect the counts of one key, once: see ``RequestCounts.collect``; waits for the device."""

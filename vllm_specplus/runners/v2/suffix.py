@@ -6,8 +6,8 @@ agrees with them, the device continues it behind them (`kernels.drafts.continue_
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from vllm_specplus.kernels.drafts import continue_forecasts
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.hybrid import HybridDrafter
 from vllm_specplus.proposers.suffix import SuffixMatcher
+from vllm_specplus.runners.faults import Faults, GuardedMatcher
 from vllm_specplus.runners.suffix_scopes import SuffixScopes
 from vllm_specplus.runners.v2.fillers import SlotFiller
 from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
@@ -38,6 +39,10 @@ class _MirrorHistory(History):
     def tokens(self, i: int) -> np.ndarray:
         return self.token_ids[self.indices[i], : self.num_tokens[i]]
 
+    def only(self, i: int) -> Self:
+        chosen = slice(i, i + 1)
+        return replace(super().only(i), token_ids=self.token_ids, indices=self.indices[chosen])
+
 
 class SuffixFiller(SlotFiller):
     """Fills slots from suffix trees on the host."""
@@ -45,13 +50,19 @@ class SuffixFiller(SlotFiller):
     needs_every_step = True
 
     def __init__(
-        self, options: SpecPlusOptions, req_states: "FollowedRequestState", copier: TokenCopier, scopes: SuffixScopes
+        self,
+        options: SpecPlusOptions,
+        req_states: "FollowedRequestState",
+        copier: TokenCopier,
+        scopes: SuffixScopes,
+        faults: Faults,
     ):
         self._options = options
         self._scopes = scopes
+        self._faults = faults
         self._req_states = req_states
         self._copier = copier
-        self._matcher = SuffixMatcher(**options.suffix_matcher)
+        self.reset()
         logger.info(
             "suffix trees are on the host: each step waits for the tokens of %s",
             "the step before it" if copier.is_async else "its own",
@@ -59,7 +70,7 @@ class SuffixFiller(SlotFiller):
 
     def reset(self) -> None:
         """Begin with empty trees."""
-        self._matcher = SuffixMatcher(**self._options.suffix_matcher)
+        self._matcher = GuardedMatcher(SuffixMatcher(**self._options.suffix_matcher), self._faults)
 
     def fill(
         self,
@@ -130,7 +141,7 @@ class SuffixFiller(SlotFiller):
         """Add to the trees the last tokens of requests that have finished, which are part of their responses."""
         rows = arrival.rows
         for i, req_id in enumerate(arrival.req_ids):
-            if req_id in self._req_states.req_id_to_index:
+            if req_id in self._req_states.req_id_to_index or self._faults.rows_without_drafts([req_id]):
                 continue
             found = self._copier.mirror.find(arrival.indices[i], arrival.generation[i])
             if found is None:
@@ -143,11 +154,14 @@ class SuffixFiller(SlotFiller):
 
     def _history(self, input_batch: Any) -> _MirrorHistory:
         indices, mirror = input_batch.idx_mapping_np, self._copier.mirror
+        num_tokens, num_prompt_tokens = mirror.num_tokens[indices], mirror.num_prompt_tokens[indices]
+        faulty = self._faults.rows_without_drafts(input_batch.req_ids)
+        num_tokens[faulty] = num_prompt_tokens[faulty] = 0
         return _MirrorHistory(
             req_ids=input_batch.req_ids,
             token_ids=mirror.token_ids,
-            num_tokens=mirror.num_tokens[indices],
-            num_prompt_tokens=mirror.num_prompt_tokens[indices],
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
             scopes=self._scopes.of(input_batch.req_ids),
             indices=indices,
         )

@@ -1,0 +1,138 @@
+"""Faults of the plugin's own code. They cost a request its drafts or its counts, never its text or the engine."""
+
+import traceback
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+from vllm.logger import init_logger
+
+from vllm_specplus.proposers.history import History, Match, Matcher
+from vllm_specplus.proposers.reference_text import ReferenceText
+
+logger = init_logger("vllm.specplus")
+
+FaultyPart = Literal["drafting", "counting", "requests"]
+_EFFECTS: dict[FaultyPart, str] = {
+    "drafting": "the requests that it was for go on without drafts",
+    "counting": "counts are incomplete",
+    "requests": "what a request asked for may be ignored",
+}
+
+
+class Faults:
+    """A worker's faults, and the requests that have no drafts any more because of one.
+
+    Args:
+        logs: whether this worker logs them; one worker does, for all that have the same requests.
+
+    Attributes:
+        counts: by part.
+    """
+
+    def __init__(self, *, logs: bool) -> None:
+        self.counts: Counter[FaultyPart] = Counter()
+        self._logs = logs
+        self._without_drafts: set[str] = set()
+
+    @contextmanager
+    def caught(self, part: FaultyPart, req_ids: Iterable[str] = ()) -> Iterator[None]:
+        """Catch an exception of the block.
+
+        Args:
+            part: what the block does.
+            req_ids: the requests that have no drafts any more after a fault.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.note(part, error, req_ids)
+
+    def note(self, part: FaultyPart, error: Exception, req_ids: Iterable[str] = ()) -> None:
+        """Count a fault, log the first one of its part, and take the drafts of some requests.
+
+        The log has the exception's type and stack. Its message might hold a client's tokens.
+        """
+        self._without_drafts.update(req_ids)
+        self.counts[part] += 1
+        if self._logs and self.counts[part] == 1:
+            stack = "".join(traceback.format_tb(error.__traceback__))
+            logger.error("a fault in %s, %s: %s\n%s", part, type(error).__name__, _EFFECTS[part], stack)
+
+    def finish(self, req_ids: Iterable[str]) -> None:
+        """Forget requests that have ended; unknown ids are ignored."""
+        if self._without_drafts:
+            self._without_drafts.difference_update(req_ids)
+
+    @property
+    def without_drafts(self) -> frozenset[str]:
+        """The requests that have no drafts because of a fault."""
+        return frozenset(self._without_drafts)
+
+    def rows_without_drafts(self, req_ids: Sequence[str]) -> list[int]:
+        """The rows in a batch of the requests that have no drafts because of a fault."""
+        if not self._without_drafts:
+            return []
+        return [i for i, req_id in enumerate(req_ids) if req_id in self._without_drafts]
+
+
+class GuardedMatcher:
+    """A matcher whose faults cost the request whose text they are in its drafts, and the others one step's.
+
+    Such a request has to come without text from then on.
+    """
+
+    def __init__(self, matcher: Matcher, faults: Faults) -> None:
+        self._matcher = matcher
+        self._faults = faults
+
+    @property
+    def match_len_cap(self) -> int:
+        """See `Matcher.match_len_cap`."""
+        return self._matcher.match_len_cap
+
+    def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
+        """See `Matcher.match`; after a fault there are no drafts."""
+        try:
+            return self._matcher.match(history, model_drafts, max_drafts)
+        except Exception as error:
+            self._faults.note("drafting", error, self._find_faulty(history))
+            num_reqs, nothing = len(history.req_ids), np.zeros(len(history.req_ids), np.int32)
+            return Match(np.full((num_reqs, int(max(max_drafts, default=0))), -1, np.int32), nothing, nothing)
+
+    def retain(self, req_ids: Collection[str]) -> None:
+        """See `Matcher.retain`."""
+        self._matcher.retain(req_ids)
+
+    def _find_faulty(self, history: History) -> list[str]:
+        """The requests whose match fails when each is alone, or all of them; the matcher forgets its requests."""
+        faulty = []
+        for i, req_id in enumerate(history.req_ids):
+            try:
+                self._matcher.retain(())
+                self._matcher.match(history.only(i), None, np.ones(1, np.int64))
+            except Exception:
+                faulty.append(req_id)
+        self._matcher.retain(())
+        return faulty or list(history.req_ids)
+
+
+class GuardedReference(ReferenceText):
+    """A request's reference whose fault costs this request its drafts."""
+
+    def __init__(self, req_id: str, faults: Faults, token_ids: np.ndarray, **options: Any) -> None:
+        super().__init__(token_ids, **options)
+        self._req_id, self._faults = req_id, faults
+        self._is_faulty = False
+
+    def draft(self, output: np.ndarray, max_drafts: int) -> np.ndarray:
+        """See `ReferenceText.draft`; from a fault on there are no drafts."""
+        if not self._is_faulty:
+            try:
+                return super().draft(output, max_drafts)
+            except Exception as error:
+                self._is_faulty = True
+                self._faults.note("drafting", error, [self._req_id])
+        return np.empty(0, np.int32)
