@@ -39,3 +39,14 @@ def test_target_match_text_is_that_without_drafts(proposer: str, trained: Path, 
         with engine(trained, speculative(name, draft, verify_strategy="target_match")) as e:
             texts.append(e.tokens(**SAMPLED))
     assert texts[0] == texts[1]
+
+
+def test_a_seeded_request_whose_prompt_comes_in_chunks(trained: Path, draft: Path) -> None:
+    """vLLM alone ends at one on a CPU."""
+    config = speculative("ngram", draft, verify_strategy="target_match")
+    prompts, texts = [PROMPTS[0] * 3, PROMPTS[1]], []
+    for chunk in (32, 512):
+        with engine(trained, config, max_num_batched_tokens=chunk) as e:
+            texts.append([[c.token_ids for c in r.outputs] for r in e.generate(prompts, n=5, **SAMPLED)])
+    assert texts[0] == texts[1]
+    assert len({tuple(token_ids) for token_ids in texts[0][0]}) == 5

@@ -20,6 +20,20 @@ from vllm_specplus.strategies import uses_draft_distribution
 from vllm_specplus.verify import verify_draft_tokens
 
 
+class _SeedHolder(torch.Generator):
+    """A CPU generator that holds a request's seed and never draws.
+
+    vLLM takes a step of every generator back whose request is still in its prompt, and a CPU generator cannot do that.
+    """
+
+    def get_offset(self) -> int:
+        """0: nothing is drawn."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Do nothing."""
+
+
 class _Verifier:
     """Calls ``verify_draft_tokens`` with the arguments that vLLM's V1 runner has for the batch."""
 
@@ -105,8 +119,14 @@ class _Verifier:
 
     @staticmethod
     def _seeds(generators: dict[int, torch.Generator], num_reqs: int, device: torch.device) -> torch.Tensor:
-        """[num_reqs] int64: a request's own seed if it has one, else a new one in each step."""
+        """[num_reqs] int64: a request's own seed if it has one, else a new one in each step.
+
+        `generators` are vLLM's, by request; on a CPU they are replaced.
+        """
         seeds = torch.randint(2**62, (num_reqs,), device=device)
+        for i, generator in generators.items():
+            if device.type == "cpu" and not isinstance(generator, _SeedHolder):
+                generators[i] = _SeedHolder().manual_seed(generator.initial_seed())
         own_seeds = {i: g.initial_seed() for i, g in generators.items() if i < num_reqs}
         if own_seeds:
             index = torch.tensor(list(own_seeds), device=device)
