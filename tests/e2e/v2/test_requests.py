@@ -120,13 +120,14 @@ def test_vllms_warm_up_leaves_nothing(
     def state_of(runner: Any) -> tuple[bool, int, bool]:
         drafting = runner.speculator.drafting
         drafted = any(map(any, drafting.requests.stats()["drafted"].values()))
-        matcher = drafting._slot_filler._filler._matcher
+        matcher = drafting._slot_filler._filler._matcher._matcher
         return drafted, matcher.num_cached_requests, drafting._copier._previous is not None
 
     before = []
     with (
         warmed_up(lambda runner: before.append(state_of(runner))),
-        start(trained, config_of("mtp_suffix", draft), max_num_seqs=2) as e,
+        # Made-up requests have no salt, so they leave something in trees that all share alone.
+        start(trained, config_of("mtp_suffix", draft, suffix_decoding_scope="shared"), max_num_seqs=2) as e,
     ):
         assert before == [(True, 2, start is async_engine)]
         assert state_of(e.runner) == (False, 0, False)

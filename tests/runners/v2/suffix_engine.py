@@ -78,7 +78,7 @@ class Engine:
     @property
     def matched_requests(self) -> set[str]:
         """Requests that have a tree of their own."""
-        return set(self.slot_filler._matcher.active_requests)
+        return set(self.slot_filler._matcher._matcher.active_requests)
 
     def matcher(self) -> SuffixMatcher:
         """A new matcher with the slot filler's options."""
