@@ -25,6 +25,7 @@ class Server:
 
     address: str
     log_file: Path
+    pid: int
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0)
@@ -53,18 +54,19 @@ def serve(model: Path, folder: Path, *options: str, **environment: str) -> Itera
         environment: further variables of its environment.
     """
     port = str(_free_port())
-    server = Server(f"http://127.0.0.1:{port}", folder / "log")
+    log_file = folder / "log"
     common = ("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port, "--max-model-len", "512")
     common += ("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20))
     # The engine gets processes of its own, as it does for a user.
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    with server.log_file.open("w") as out:
+    with log_file.open("w") as out:
         process = subprocess.Popen(
             [Path(sys.executable).with_name("vllm"), "serve", model, *common, *options],
             env={**inherited, "VLLM_LOGGING_LEVEL": "INFO", **environment},
             stdout=out,
             stderr=subprocess.STDOUT,
         )
+        server = Server(f"http://127.0.0.1:{port}", log_file, process.pid)
         try:
             _wait_until_healthy(server, process)
             yield server

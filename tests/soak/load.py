@@ -1,0 +1,210 @@
+"""Streaming clients that ask a server for texts whose right answers are known, abort, and send what is wrong."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+
+_TEXTS = (
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return",
+    "import os\nimport sys\n\nclass Error(Exception):\n    pass\n\nclass OtherError(Exception):\n    ",
+    '[{"id": 1, "ok": true}, {"id": 2, "ok": true}, {"id": 3, "ok": true}, {"id": 4, "ok"',
+    "aaaa",
+    "x",
+)
+_ERRORS = (openai.APIError, httpx.HTTPError)
+_SECONDS_TO_WAIT = 600.0  # for one answer; a server that hangs is a failure, not a long test
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A request; those of one kind have one right answer.
+
+    name: what it asks. options: of the request. extra: further fields of its body.
+    """
+
+    name: str
+    options: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+Answer = tuple[tuple[str, str | None], ...]
+"""The text of each choice, and why it ended."""
+
+
+def kinds(max_tokens: int) -> list[Kind]:
+    """Greedy and seeded requests of all forms, but for those with references."""
+    found = []
+    for i, text in enumerate(_TEXTS):
+        most = (1, max_tokens, max_tokens // 2, max_tokens // 3, max_tokens // 4)[i]
+        options = {"prompt": text, "max_tokens": most, "temperature": 0.0}
+        found.append(Kind(f"greedy {i}", options))
+        found.append(Kind(f"seeded {i}", options | {"temperature": 0.8, "top_p": 0.9, "seed": 7 + i}))
+        found.append(Kind(f"limited {i}", options, {"vllm_xargs": {"spec_tokens": i % 3}}))
+    options = {"prompt": _TEXTS[0], "max_tokens": max_tokens, "temperature": 0.0}
+    return [
+        *found,
+        Kind("two choices", options | {"n": 2, "temperature": 0.9, "seed": 3}),
+        Kind("a stop string", options | {"stop": ["return", "\n\n"]}),
+        Kind("penalties", options | {"frequency_penalty": 0.7, "presence_penalty": 0.3}),
+        Kind("a grammar", options, {"structured_outputs": {"regex": "[a-c]{3}x*"}}),
+    ]
+
+
+def with_references(kinds: list[Kind], answers: dict[str, Answer]) -> list[Kind]:
+    """The greedy and seeded kinds with references that are right, half right and wrong; the answers stay the same."""
+    found = []
+    for kind in kinds:
+        if not kind.name.startswith(("greedy", "seeded")):
+            continue
+        right = answers[kind.name][0][0]
+        references = {
+            "right": right,
+            "half": right[: len(right) // 2] + "@" + right[len(right) // 2 :],
+            "wrong": "@#" * 40,
+        }
+        for name, text in references.items():
+            prediction = {"prediction": {"type": "content", "content": text}}
+            found.append(Kind(f"{kind.name}, {name} reference", kind.options, prediction | {"aux_info": True}))
+            answers[found[-1].name] = answers[kind.name]
+    return found
+
+
+WRONG = [
+    Kind("spec_tokens below 0", {"prompt": "x"}, {"vllm_xargs": {"spec_tokens": -1}}),
+    Kind("a prediction of no form", {"prompt": "x"}, {"prediction": {"type": "content"}}),
+    Kind("no such option", {"prompt": "x"}, {"vllm_xargs": {"sp_nonsense": 1}}),
+    Kind("max_tokens of 0", {"prompt": "x", "max_tokens": 0}),
+    Kind("a prompt too long", {"prompt": "x" * 2000}),
+]
+
+
+@dataclass
+class Tally:
+    """What became of the requests: `ends` by what was sent, and each difference in words."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
+
+
+class Clients:
+    """Clients of one server."""
+
+    def __init__(self, address: str) -> None:
+        limits = httpx.Limits(max_connections=None)
+        self._client = openai.AsyncOpenAI(
+            base_url=f"{address}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=_SECONDS_TO_WAIT,
+            http_client=httpx.AsyncClient(limits=limits, timeout=_SECONDS_TO_WAIT),
+        )
+
+    async def ask(self, kind: Kind, most_chunks: int | None = None) -> Answer | None:
+        """The answer to a streaming request; None where it is aborted, after `most_chunks` chunks."""
+        stream = await self._client.completions.create(
+            model="tiny", stream=True, **kind.options, extra_body=kind.extra or None
+        )
+        texts: Counter[int] = Counter()
+        parts: dict[int, list[str]] = {}
+        reasons: dict[int, str] = {}
+        async with stream:
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    if choice.index in reasons:
+                        raise AssertionError(f"{kind.name}: more text behind the end of a choice")
+                    texts[choice.index] += 1
+                    parts.setdefault(choice.index, []).append(choice.text)
+                    if choice.finish_reason:
+                        reasons[choice.index] = choice.finish_reason
+                if most_chunks is not None and sum(texts.values()) > most_chunks:
+                    return None
+        return tuple(("".join(parts[i]), reasons.get(i)) for i in sorted(parts))
+
+    async def take_turns(
+        self, kinds: list[Kind], answers: dict[str, Answer], until: float, seed: int, to: Tally
+    ) -> None:
+        """Send one request after another until a time of `time.monotonic`."""
+        rng = random.Random(seed)
+        while time.monotonic() < until:
+            if rng.random() < 0.1:
+                await self._send_wrong(rng.choice(WRONG), to)
+                continue
+            kind = rng.choice(kinds)
+            if rng.random() < 0.25:
+                await self._abort(kind, rng, to)
+                continue
+            answer = await self.ask(kind)
+            to.ends["answered"] += 1
+            if answer != answers[kind.name]:
+                to.differences.append(f"{kind.name}: {answer} instead of {answers[kind.name]}")
+
+    async def _send_wrong(self, kind: Kind, to: Tally) -> None:
+        try:
+            await self.ask(kind)
+        except openai.BadRequestError:
+            to.ends["refused"] += 1
+        else:
+            to.differences.append(f"{kind.name}: not refused")
+
+    async def _abort(self, kind: Kind, rng: random.Random, to: Tally) -> None:
+        """Go away before the first chunk, or after some."""
+        if rng.random() < 0.5:
+            try:
+                await asyncio.wait_for(self.ask(kind), rng.random())
+            except TimeoutError:
+                to.ends["gone early"] += 1
+                return
+        elif await self.ask(kind, most_chunks=rng.randrange(12)) is None:
+            to.ends["gone amid"] += 1
+            return
+        to.ends["answered"] += 1
+
+    async def lose_the_server(self, kind: Kind, num_streams: int, end_server: Callable[[], None]) -> Counter[str]:
+        """Open streams, end the server once all have text, and say how the streams end."""
+        begun = asyncio.Semaphore(0)
+
+        async def read() -> str:
+            reasons = []
+            try:
+                stream = await self._client.completions.create(
+                    model="tiny", stream=True, **kind.options, extra_body=kind.extra or None
+                )
+                async for chunk in stream:
+                    begun.release()
+                    reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+            except _ERRORS:
+                return "error"
+            return "answered" if reasons else "silence"
+
+        streams = [asyncio.create_task(read()) for _ in range(num_streams)]
+        for _ in range(num_streams):
+            await begun.acquire()
+        end_server()
+        return Counter(await asyncio.wait_for(asyncio.gather(*streams), 60))
+
+
+async def answers_alone(clients: Clients, kinds: list[Kind]) -> dict[str, Answer]:
+    """The answer of each kind, one request after another."""
+    answers = {}
+    for kind in kinds:
+        answer = await clients.ask(kind)
+        assert answer is not None
+        answers[kind.name] = answer
+    return answers
+
+
+async def soak(
+    clients: Clients, kinds: list[Kind], answers: dict[str, Answer], num_clients: int, seconds: float
+) -> Tally:
+    """Let clients ask at the same time."""
+    tally, until = Tally(), time.monotonic() + seconds
+    turns = (clients.take_turns(kinds, answers, until, seed, tally) for seed in range(num_clients))
+    await asyncio.gather(*turns)
+    return tally
