@@ -56,9 +56,10 @@ def test_a_lost_parameter_is_named(copied_vllm: Path) -> None:
 
 
 def test_a_lost_parameter_of_a_coroutine_is_named(copied_vllm: Path) -> None:
-    doctor(copied_vllm, "engine/protocol.py", "method: str,", "function: str,")
+    name = "call_utility_all_async"
+    doctor(copied_vllm, "v1/engine/core_client.py", f"{name}(self, method:", f"{name}(self, function:")
     (problem,) = compat.missing_seams(copied_vllm)
-    assert "EngineClient.collective_rpc has no parameter method" in problem
+    assert f"AsyncMPClient.{name} has no parameter method" in problem
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def serve(model: Path, folder: Path, *options: str, **environment: str) -> Itera
         options: further options of the command.
         environment: further variables of its environment.
     """
-    port = str(_free_port())
+    port = str(free_port())
     log_file = folder / "log"
     common = ("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port, "--max-model-len", "512")
     common += ("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20))
@@ -75,7 +75,7 @@ def serve(model: Path, folder: Path, *options: str, **environment: str) -> Itera
             process.wait(60)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that stays free until the server binds it, seconds later.
 
     The system gives ports of its own range to connections and to whoever asks for any port, so that range is left out.

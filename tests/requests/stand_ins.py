@@ -48,11 +48,13 @@ class Engine:
     """An engine client.
 
     Args:
-        answers: one for each worker, or the error that the engine raises when they are asked.
+        answers: one for each worker of the first engine, or the error that it raises when they are asked.
+        other_engines: the answers of the other data-parallel engines' workers.
     """
 
-    def __init__(self, answers: Any = (None, COUNTS, OTHER_COUNTS)):
+    def __init__(self, answers: Any = (None, COUNTS, OTHER_COUNTS), other_engines: Iterable[list[Any]] = ()):
         self.answers = answers
+        self.other_engines = list(other_engines)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -63,13 +65,22 @@ class Engine:
             model_config=SimpleNamespace(logits_processors=["a.module:Name", Check], max_model_len=100),
         )
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        self.calls.append((method, args))
+        self.engine_core = self
+
+    async def call_utility_all_async(self, utility: str, *args: Any) -> list[list[Any]]:
+        self.calls.append(worker_call(utility, *args))
         await self.gate.wait()
         self.num_answered += 1
         if isinstance(self.answers, Exception):
             raise self.answers
-        return list(self.answers)
+        return [list(self.answers), *self.other_engines]
+
+
+def worker_call(utility: str, *args: Any) -> tuple[str, tuple[Any, ...]]:
+    """The method of workers that is called in each engine, and its arguments."""
+    method, timeout, method_args, kwargs = args
+    assert (utility, timeout, kwargs) == ("collective_rpc", None, None)
+    return method, method_args
 
 
 def engine_with(speculative_config: Any) -> SimpleNamespace:

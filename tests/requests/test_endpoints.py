@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from tests.requests.stand_ins import Check
+from tests.requests.stand_ins import Check, worker_call
 from vllm_specplus.requests.endpoints import SpecPlusEndpoints, metric_families, totals
 from vllm_specplus.requests.middleware import PredictedOutputs
 
@@ -30,8 +30,9 @@ TOTALS = {
 
 
 class Engine:
-    def __init__(self, answers: list[Any], drafts: bool = True):
-        self.answers = answers
+    def __init__(self, answers: list[Any], *other_engines: list[Any], drafts: bool = True):
+        self.engines = [answers, *other_engines]
+        self.engine_core = self
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         options = SimpleNamespace(drafts_from_history=drafts)
         self.vllm_config = SimpleNamespace(
@@ -39,9 +40,9 @@ class Engine:
             model_config=SimpleNamespace(logits_processors=[Check]),
         )
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        self.calls.append((method, args))
-        return self.answers
+    async def call_utility_all_async(self, utility: str, *args: Any) -> list[list[Any]]:
+        self.calls.append(worker_call(utility, *args))
+        return self.engines
 
 
 def client_for(engine: Any, **options: Any) -> TestClient:
@@ -99,6 +100,27 @@ def test_metrics(answers: list[Any]) -> None:
     gauges = [("gauge", "specplus:entries", {"kind": kind}, count) for kind, count in STATS["entries"].items()]
     faults = [("counter", "specplus:faults_total", {"part": "drafting"}, 2)]
     assert list(samples(got.text)) == counters + gauges + faults
+
+
+def test_engines_are_added_up() -> None:
+    other = {
+        "drafted": {"ngram": [1], "model": [2, 2, 2]},
+        "accepted": {"suffix": [1, 1], "model": [1, 0, 0]},
+        "entries": {"requests": 2, "suffix_requests": 5},
+        "faults": {"drafting": 1, "counting": 1},
+    }
+    engine = Engine([STATS, STATS], [None, None], [None, other])
+    stats = client_for(engine).get("/specplus/stats").json()
+    assert stats.pop("totals")["model"] == {"drafted": 24, "accepted": 16, "acceptance_rate": 16 / 24}
+    assert stats == {
+        "drafted": {"model": [12, 10, 2], "ngram": [1, 4], "unfilled": [0, 0], "reference": []},
+        "accepted": {"model": [10, 6, 0], "ngram": [0, 1], "unfilled": [0, 0], "suffix": [1, 1]},
+        "entries": {"requests": 5, "references": 1, "request_counts": 0, "suffix_requests": 5},
+        "faults": {"drafting": 3, "counting": 1},
+    }
+    assert engine.calls == [("specplus_stats", ())]
+    metrics = client_for(engine).get("/specplus/metrics").text
+    assert 'specplus:accepted_tokens_total{position="0",source="model"} 10.0' in metrics
 
 
 def test_scraped_twice() -> None:

@@ -54,6 +54,16 @@ def test_no_more_is_accepted_than_the_text_can_hold(num_tokens: Any, counts: dic
     assert got.json["usage"]["completion_tokens_details"] == details
 
 
+def test_choices_of_several_engines() -> None:
+    """Each engine counts the choices that it has made; most of a data-parallel server's know nothing of a request."""
+    engine = Engine([None, None], [[None, COUNTS], [None], [COUNTS | {"num_steps": 5, "accepted": 4, "rejected": 1}]])
+    whole = answer(usage=USAGE | {"completion_tokens": 20})
+    got = Server(lambda: JSONResponse(whole), engine).post(ALL_FIELDS).json
+    details = {"accepted_prediction_tokens": 11, "rejected_prediction_tokens": 3}
+    assert got["usage"]["completion_tokens_details"] == details
+    assert got["aux_info"]["iter_count"] == 9
+
+
 @pytest.mark.parametrize("details", [None, {}])
 def test_usage_without_details(details: Any) -> None:
     whole = answer(usage=USAGE | {"completion_tokens_details": details})

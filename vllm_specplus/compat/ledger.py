@@ -14,7 +14,8 @@ class Seam:
         name: a name of that module, or ``Class.member`` for a method or an annotated field of a class.
         why: what the plugin does with it.
         parameters: parameters of the function that the plugin passes by name, or takes by name in its place.
-        is_exact: the function has these parameters alone, in this order, since the plugin's own takes its place.
+        is_exact: the function has these parameters alone, in this order, since the plugin's own takes its place or
+            the plugin passes them by position.
     """
 
     module: str
@@ -267,7 +268,15 @@ REQUEST_SEAMS = (
 )
 
 ENDPOINT_SEAMS = (
-    Seam("vllm.engine.protocol", "EngineClient.collective_rpc", "called: the workers' counts", ("method", "args")),
+    Seam("vllm.v1.engine.async_llm", "AsyncLLM.engine_core", "read: the client of all engines"),
+    Seam("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_all_async", "called: each engine", ("method",)),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.collective_rpc",
+        "called: the workers' counts",
+        ("method", "timeout", "args", "kwargs"),
+        is_exact=True,
+    ),
     Seam("vllm.engine.protocol", "EngineClient.vllm_config", "read: whether the plugin drafts"),
     *_members(_ENDPOINTS, "EndpointPlugin", "name required_tasks", "set by the plugin's routes"),
     Seam(_ENDPOINTS, "EndpointPlugin.attach_router", "adds the plugin's routes", ("app",), is_exact=True),
