@@ -16,7 +16,7 @@ from pathlib import Path
 import openai
 import pytest
 
-_START_SECONDS = 240
+_START_SECONDS = 480
 
 
 @dataclass(frozen=True)

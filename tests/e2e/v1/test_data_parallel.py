@@ -1,18 +1,15 @@
-"""Data parallelism on the V1 model runner: two engines behind one server, or a server each."""
+"""Data parallelism on the V1 model runner: two engines behind one address."""
 
 import asyncio
 import json
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.serving import Server, free_port, serve
+from tests.e2e.serving import Server, serve
 
 CONFIG = {"method": "mtp", "num_speculative_tokens": 8, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
 PROMPTS = [f"def add(a, b):\n    return a + b\n\n# {k}\ndef sub(a, b):\n    return a" for k in range(6)]
@@ -43,17 +40,17 @@ def _client(server: Server) -> openai.AsyncOpenAI:
 
 
 async def _predict(server: Server, texts: list[str]) -> list[Any]:
-    """The response to each prompt with its own text as the prediction, all asked at once, and one with two choices."""
+    """The response to each prompt, with its text as the prediction, and one to the first prompt twice; all at once."""
+    questions = [*([prompt] for prompt in PROMPTS), [PROMPTS[0]] * 2]
     async with _client(server) as client:
         return await asyncio.gather(
             *(
                 client.completions.create(
                     **REQUEST,
-                    prompt=prompt,
-                    n=n,
+                    prompt=prompts,
                     extra_body={"ignore_eos": True, "aux_info": True, "prediction": _prediction(text)},
                 )
-                for prompt, text, n in [*zip(PROMPTS, texts, [1] * len(texts), strict=True), (PROMPTS[0], texts[0], 2)]
+                for prompts, text in zip(questions, [*texts, texts[0]], strict=True)
             )
         )
 
@@ -92,7 +89,8 @@ def _requests_by_engine(server: Server) -> list[float]:
     return [by_engine[engine] for engine in sorted(by_engine)]
 
 
-@pytest.mark.parametrize("num_servers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_servers", [1, 2])
 def test_two_engines_of_one_address(num_servers: int, texts: list[str], trained: Path, tmp_path: Path) -> None:
     """vLLM starts as many API server processes as engines unless told otherwise; each asks all engines."""
     options = ["--data-parallel-size", "2", "--api-server-count", str(num_servers)]
@@ -103,31 +101,3 @@ def test_two_engines_of_one_address(num_servers: int, texts: list[str], trained:
         requests = _requests_by_engine(server)
         assert len(requests) == 2
         assert min(requests) > 0
-
-
-@pytest.fixture
-def two_servers(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """A server for each of two data-parallel engines; they wait for each other when they start."""
-    options = ["--data-parallel-size", "2", "--data-parallel-address", "127.0.0.1"]
-    options += ["--data-parallel-rpc-port", str(free_port()), "--speculative-config", json.dumps(CONFIG)]
-    cores = binding().split("|")
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        starts = [
-            serve(
-                trained,
-                tmp_path_factory.mktemp(f"rank{rank}"),
-                *options,
-                "--data-parallel-rank",
-                str(rank),
-                VLLM_PLUGINS="specplus",
-                VLLM_CPU_OMP_THREADS_BIND=cores[rank],
-            )
-            for rank in range(2)
-        ]
-        yield list(pool.map(stack.enter_context, starts))
-
-
-@pytest.mark.slow
-def test_a_server_each(two_servers: list[Server], texts: list[str]) -> None:
-    for server in two_servers:
-        _check(server, texts)
