@@ -1,0 +1,164 @@
+"""The proxy of disaggregated prefill; both servers are stand-ins."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "pd_disaggregation"))
+from proxy import create_app, prefill_body
+
+Respond = Callable[[httpx.Request], httpx.Response]
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+EVENT = b'data: {"id":"1","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":"a"}]}\n\n'
+REFUSAL = {
+    "error": {"message": "aux_info=3 is not allowed", "type": "BadRequestError", "param": "aux_info", "code": 400}
+}
+ALL_FIELDS = {
+    "prompt": "a",
+    "max_tokens": 9,
+    "temperature": 0.5,
+    "seed": 3,
+    "prediction": {"type": "content", "content": "ü"},
+    "aux_info": True,
+    "spec_tokens": 2,
+}
+
+
+class Pd:
+    """A proxy with stand-ins for its servers; it keeps the requests that come to each."""
+
+    def __init__(self, prefill: Respond | None = None, decode: Respond | None = None):
+        self.at_prefill: list[httpx.Request] = []
+        self.at_decode: list[httpx.Request] = []
+        self.app = create_app(self._client(self.at_prefill, prefill), self._client(self.at_decode, decode))
+
+    def _client(self, kept: list[httpx.Request], respond: Respond | None) -> httpx.AsyncClient:
+        def handle(request: httpx.Request) -> httpx.Response:
+            kept.append(request)
+            return httpx.Response(200, json={"ok": True}) if respond is None else respond(request)
+
+        return httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(handle))
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url="http://proxy", transport=httpx.ASGITransport(app=self.app))
+
+    def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            async with self.client() as client:
+                return await client.request(method, path, **request)
+
+        return asyncio.run(ask())
+
+    def stream(self) -> list[Any]:
+        """The chunks of a streamed completion, as the stock client reads them; an error is the last entry."""
+
+        async def read() -> list[Any]:
+            chunks: list[Any] = []
+            async with self.client() as http:
+                client = openai.AsyncOpenAI(base_url="http://proxy/v1", api_key="k", http_client=http, max_retries=0)
+                try:
+                    async for chunk in await client.completions.create(model="m", prompt="a", stream=True):
+                        chunks.append(chunk.choices[0].text)
+                except openai.APIError as error:
+                    chunks.append(error)
+            return chunks
+
+        return asyncio.run(read())
+
+
+async def broken_after(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+    raise httpx.ReadError("gone")
+
+
+def events(content: Any) -> Respond:
+    return lambda request: httpx.Response(200, headers={"content-type": "text/event-stream"}, content=content)
+
+
+def fails(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("refused")
+
+
+def test_the_prefill_server_makes_one_token() -> None:
+    body = {"prompt": "a", "max_tokens": 9, "max_completion_tokens": 9, "min_tokens": 4, "n": 3, "seed": 1}
+    asked = prefill_body(body | {"stream": True, "stream_options": {"include_usage": True}, "aux_info": True})
+    assert asked == {"prompt": "a", "max_tokens": 1, "stream": False, "seed": 1, "aux_info": True}
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_a_completion_goes_to_both(path: str) -> None:
+    """The decode server gets each byte of the request, and the client each of its answer."""
+    answer = httpx.Response(200, content=b'{"usage": {"x": 1}, "aux_info":{}}', headers={"x-of-server": "1"})
+    pd = Pd(decode=lambda request: answer)
+    body = json.dumps(ALL_FIELDS, indent=3).encode()
+    headers = {"authorization": "Bearer key", "content-type": "application/json"}
+    got = pd.ask("POST", f"{path}?a=b", content=body, headers=headers)
+    assert (got.status_code, got.content, got.headers["x-of-server"]) == (200, answer.content, "1")
+    (prefilled,), (decoded,) = pd.at_prefill, pd.at_decode
+    assert json.loads(prefilled.content) == ALL_FIELDS | {"max_tokens": 1, "stream": False}
+    assert decoded.content == body
+    assert str(decoded.url) == f"http://server{path}?a=b"
+    for request in (prefilled, decoded):
+        assert request.url.path == path
+        assert request.headers["authorization"] == "Bearer key"
+        assert request.headers["host"] == "server"
+        assert request.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/specplus/stats"), ("POST", "/tokenize")])
+def test_other_requests_go_to_the_decode_server(method: str, path: str) -> None:
+    pd = Pd(decode=lambda request: httpx.Response(418, content=b"tea"))
+    got = pd.ask(method, path)
+    assert (got.status_code, got.content) == (418, b"tea")
+    assert not pd.at_prefill
+    assert [(request.method, request.url.path) for request in pd.at_decode] == [(method, path)]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_a_body_that_is_no_object_is_refused_by_the_decode_server(content: bytes) -> None:
+    pd = Pd(decode=lambda request: httpx.Response(400, json=REFUSAL))
+    assert pd.ask("POST", TEXT, content=content).status_code == 400
+    assert not pd.at_prefill
+    assert pd.at_decode[0].content == content
+
+
+def test_a_refusal_of_the_prefill_server_is_the_answer() -> None:
+    pd = Pd(prefill=lambda request: httpx.Response(400, json=REFUSAL))
+    got = pd.ask("POST", TEXT, json=ALL_FIELDS)
+    assert (got.status_code, got.json()) == (400, REFUSAL)
+    assert not pd.at_decode
+
+
+@pytest.mark.parametrize("server", ["prefill", "decode"])
+def test_a_server_that_is_gone(server: str) -> None:
+    got = Pd(**{server: fails}).ask("POST", TEXT, json=ALL_FIELDS)
+    assert got.status_code == 502
+    assert got.json()["error"]["message"] == f"the {server} server failed: ConnectError: refused"
+
+
+def test_a_decode_server_that_dies_before_the_whole_answer() -> None:
+    pd = Pd(decode=lambda request: httpx.Response(200, content=broken_after([b'{"choices"'])))
+    got = pd.ask("POST", TEXT, json=ALL_FIELDS)
+    assert got.status_code == 502
+    assert got.json()["error"]["message"] == "the decode server failed: ReadError: gone"
+
+
+def test_a_whole_stream() -> None:
+    assert Pd(decode=events(EVENT * 3 + b"data: [DONE]\n\n")).stream() == ["a"] * 3
+
+
+@pytest.mark.parametrize("parts", [[EVENT * 2], [EVENT, EVENT[:30], EVENT[30:], EVENT[:30]]])
+def test_a_decode_server_that_dies_in_a_stream(parts: list[bytes]) -> None:
+    """The client reads the whole events that came, then an error."""
+    *texts, error = Pd(decode=events(broken_after(parts))).stream()
+    assert texts == ["a"] * 2
+    assert isinstance(error, openai.APIError)
+    assert "the decode server failed: ReadError: gone" in str(error)
