@@ -2,6 +2,7 @@
 
 import csv
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def test_a_crash_is_a_row(fault: str, said: str, repeats: int, model: Path, caps
 
 
 def test_ctrl_c_keeps_what_was_measured(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # A process that a shell has put into the background ignores it otherwise.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     assert compare(model, config(2), config(3, "interrupt"), options=("--repeat", "4")) == 130
     assert "Interrupted" in capsys.readouterr().out
     data = results(model)

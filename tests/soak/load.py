@@ -168,24 +168,25 @@ class Clients:
 
     async def lose_the_server(self, kind: Kind, num_streams: int, end_server: Callable[[], None]) -> Counter[str]:
         """Open streams, end the server once all have text, and say how the streams end."""
-        begun = asyncio.Semaphore(0)
+        begun = asyncio.Barrier(num_streams + 1)
 
         async def read() -> str:
-            reasons = []
+            reasons, is_first = [], True
             try:
                 stream = await self._client.completions.create(
                     model="tiny", stream=True, **kind.options, extra_body=kind.extra or None
                 )
                 async for chunk in stream:
-                    begun.release()
+                    if is_first:
+                        is_first = False
+                        await begun.wait()
                     reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
             except _ERRORS:
                 return "error"
             return "answered" if reasons else "silence"
 
         streams = [asyncio.create_task(read()) for _ in range(num_streams)]
-        for _ in range(num_streams):
-            await begun.acquire()
+        await begun.wait()
         end_server()
         return Counter(await asyncio.wait_for(asyncio.gather(*streams), 60))
 

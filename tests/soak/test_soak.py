@@ -132,7 +132,8 @@ async def _soak(server: Server, num_clients: int, max_tokens: int) -> None:
     assert set(tally.ends) == {"answered", "refused", "gone early", "gone amid"}
     await asyncio.to_thread(wait_until_idle, server)
     check_counts(server, tally.ends)
-    assert max(memory.growth().values()) < 0.05
+    # Kernels' caches fill for some minutes, so only a long run can tell that nothing leaks.
+    assert max(memory.growth().values()) < (0.1 if SECONDS < 300 else 0.03)
     # The same server again, alone.
     assert await answers_alone(clients, asked[:3]) == {kind.name: answers[kind.name] for kind in asked[:3]}
 
