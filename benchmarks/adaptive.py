@@ -7,6 +7,9 @@ MODEL is a checkpoint with an MTP head, such as the one that `bash ci/demo.sh` m
 in a process of its own. All of them stay up, and in each repeat every engine has its turn with the same requests. So a
 machine that slows down slows all of them, and ratios within a repeat mean something.
 
+Before it is measured each engine serves a batch of each kind. On few cores, OMP_NUM_THREADS=1 in the environment makes
+the times steadier.
+
 *Requests.* There are four kinds: to continue library files, to repeat a function with one name changed, and JSON lists.
 The fourth is the first with a reference that the answer does not follow. At concurrency n, n requests of a kind run at
 once.
@@ -139,6 +142,13 @@ def ways_of(kind: str) -> list[str]:
     return [PLAIN, *PREDICTED] if kind == WRONG else [way for way in CONFIGS if way not in PREDICTED]
 
 
+def warm_up(started: dict[str, EngineProcess], max_tokens: int) -> None:
+    """Serve requests of each kind, as a server has that has run for a while: adaptive drafting learns from them."""
+    for texts in prompts().values():
+        for engine in started.values():
+            engine.call(texts, 0.0, max_tokens, None)
+
+
 def measure(started: dict[str, EngineProcess], args: argparse.Namespace) -> Iterator[tuple[list[Result], list[str]]]:
     """Every way in one setting after another, and what was wrong there."""
     settings = [(k, n, t) for t in args.temperature for n in args.concurrency for k in prompts()]
@@ -238,6 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     wrong: list[str] = []
     try:
         with engines(args.model, args.logs) as started:
+            warm_up(started, args.max_tokens)
             for measured, differences in measure(started, args):
                 results += measured
                 wrong += differences
