@@ -49,21 +49,43 @@ def _head_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(kernels, "HEAD_SIZE", 16)
 
 
+GUARD = 256  # elements on either side of each buffer
+
+
 def poisoned(inputs: VerifyInputs) -> Workspace:
-    """A workspace larger than necessary; every element is wrong until it is written."""
+    """A workspace larger than necessary, with guards; every element is wrong until it is written."""
     workspace = Workspace.allocate(
         inputs.num_rows + 3, inputs.num_reqs + 2, inputs.vocab_size, inputs.max_rows, inputs.logits.device
     )
-    for field in fields(workspace):
-        tensor = getattr(workspace, field.name)
-        if isinstance(tensor, torch.Tensor):
-            tensor.fill_(torch.nan if tensor.is_floating_point() else -99)
-    return workspace
+    return replace(workspace, **{name: guarded(tensor) for name, tensor in tensors_of(workspace).items()})
+
+
+def tensors_of(workspace: Workspace) -> dict[str, torch.Tensor]:
+    values = {field.name: getattr(workspace, field.name) for field in fields(workspace)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one within a larger one, full of a wrong value."""
+    wrong = torch.nan if tensor.is_floating_point() else -99
+    return tensor.new_full((tensor.numel() + 2 * GUARD,), wrong)[GUARD:-GUARD].view(tensor.shape)
+
+
+def check_guards(workspace: Workspace) -> None:
+    for name, tensor in tensors_of(workspace).items():
+        whole = tensor._base
+        assert whole is not None
+        guards = torch.cat((whole[:GUARD], whole[-GUARD:]))
+        assert (guards.isnan() if guards.is_floating_point() else guards == -99).all(), name
 
 
 def run(inputs: VerifyInputs) -> VerifyOutput:
     workspace = poisoned(inputs)
+    before = [tensor.clone() for tensor in vars(inputs).values() if isinstance(tensor, torch.Tensor)]
     output = kernels.verify(inputs, workspace)
+    check_guards(workspace)
+    after = [tensor for tensor in vars(inputs).values() if isinstance(tensor, torch.Tensor)]
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, before, strict=True))
     assert output.token_ids.shape == (inputs.num_reqs, inputs.max_rows)
     # Rows behind the last request are not touched.
     assert (workspace.token_ids[inputs.num_reqs :] == -99).all()
