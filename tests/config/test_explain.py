@@ -81,8 +81,10 @@ def sentence(config: dict[str, Any], key: str) -> str:
         (
             SUFFIX | {"suffix_decoding_max_cached_requests": 9, "suffix_decoding_scope": "request"},
             "suffix_decoding_max_cached_requests",
-            "has no effect in this configuration: suffix_decoding_scope",
+            "has no effect in this configuration: no past answers are kept.",
         ),
+        (SUFFIX | {"suffix_decoding_max_cached_tokens": 9}, "suffix_decoding_max_cached_tokens", "answers of 9 tokens"),
+        (SUFFIX | {"suffix_decoding_max_cached_tokens": -1}, "suffix_decoding_max_cached_tokens", "sets no limit"),
         (SUFFIX | {"suffix_decoding_scope": "shared"}, "suffix_decoding_scope", "lets all requests draft from"),
         (SUFFIX | {"suffix_decoding_scope": "salt"}, "suffix_decoding_scope", "only requests with the same cache_salt"),
         (SUFFIX | {"suffix_decoding_scope": "request"}, "suffix_decoding_scope", "no request draft from another's"),

@@ -79,6 +79,8 @@ WITH_EACH_KEY = pytest.mark.parametrize(
         ("suffix_decoding_max_cached_requests", -1, {**MTP, "mtp_strategy": "with_suffix"}),
         ("suffix_decoding_max_spec_factor", 2.5, {**MTP, "mtp_strategy": "with_suffix"}),
         ("suffix_decoding_min_token_prob", 0.5, {**MTP, "mtp_strategy": "with_suffix"}),
+        ("suffix_decoding_max_cached_tokens", 500, {"method": "suffix", "num_speculative_tokens": 3}),
+        ("suffix_decoding_max_cached_tokens", -1, {**MTP, "mtp_strategy": "with_suffix"}),
         ("suffix_decoding_scope", "shared", {**MTP, "mtp_strategy": "with_suffix"}),
         ("suffix_decoding_scope", "request", {"method": "suffix", "num_speculative_tokens": 3}),
         ("verify_strategy", "topp", MTP),

@@ -349,3 +349,24 @@ def test_another_systems_keys_and_a_flag(tiny: Path) -> None:
     made = args.create_engine_config().speculative_config
     assert type(made) is SpeculativeConfig
     assert (made.method, made.num_speculative_tokens) == ("mtp", 2)
+
+
+@pytest.mark.parametrize(("limit", "line"), [(None, "take about"), (77, "=77: "), (-1, "without a limit of tokens")])
+def test_limit_of_suffix_trees_is_logged(
+    limit: int | None, line: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "machine_memory", lambda: 2**34)
+    lines: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(setup.logger, level, lambda text, *values: lines.append(text % values))
+    keys = {} if limit is None else {"suffix_decoding_max_cached_tokens": limit}
+    built = create(tiny, SUFFIX | keys)
+    assert built.specplus.suffix_decoding_max_cached_tokens == (2**30 // 640 if limit is None else limit)
+    lines = [text for text in lines if text.startswith("suffix_decoding_max_cached_tokens=")]
+    assert len(lines) == 1
+    assert line in lines[0]
+
+
+def test_workers_of_a_machine_share_the_limit() -> None:
+    assert setup.default_cached_tokens(2**34, 4) == 2**28 // 640
+    assert setup.machine_memory() > 2**28

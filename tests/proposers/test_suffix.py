@@ -87,6 +87,40 @@ def test_cached_responses(limit, num_cached):
     assert drafts == ([300] if limit == -1 else [])
 
 
+def test_tokens_of_cached_responses_are_bounded():
+    """The oldest response goes first, a running one too; the drafts of what is left stay."""
+    matcher = make_matcher(max_cached_tokens=100)
+    for k in range(40):
+        match_one(matcher, f"{k}", [k], [1000 * k + j for j in range(30)])
+        assert matcher.num_cached_tokens == 30 * min(k + 1, 3)
+        matcher.retain([])
+    assert matcher.num_cached_requests == 3
+    assert match_one(matcher, "new", [7], [5, 36000, 36001]).to_lists() == [[]]
+    assert match_one(matcher, "newer", [7], [6, 39000, 39001]).to_lists()[0][0] == 39002
+
+
+def test_a_response_longer_than_the_bound_is_not_kept():
+    matcher = make_matcher(max_cached_tokens=100)
+    output = []
+    for _ in range(20):
+        output += range(len(output), len(output) + 10)
+        match_one(matcher, "a", [9999], output)
+        assert matcher.num_cached_tokens == (len(output) if len(output) <= 100 else 0)
+    # Its own text goes on drafting for it.
+    assert match_one(matcher, "a", [9999], [*output, 3, 4]).to_lists()[0][0] == 5
+    matcher.retain([])
+    assert (matcher.num_cached_requests, matcher.num_scopes) == (0, 0)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_no_cached_tokens_and_no_limit(limit):
+    matcher = make_matcher(max_cached_tokens=limit)
+    for k in range(40):
+        match_one(matcher, f"{k}", [k], [100 + k, 200 + k, 300 + k])
+        matcher.retain([])
+    assert matcher.num_cached_tokens == (120 if limit else 0)
+
+
 def test_a_request_without_output_is_left_for_later():
     matcher = make_matcher()
     assert match_one(matcher, "a", [1, 2, 3, 1, 2], []).to_lists() == [[]]
@@ -149,6 +183,8 @@ def test_without_arctic_inference(monkeypatch):
 def test_limit_below_unlimited():
     with pytest.raises(ValueError, match="max_cached_requests=-2"):
         make_matcher(max_cached_requests=-2)
+    with pytest.raises(ValueError, match="max_cached_tokens=-2"):
+        make_matcher(max_cached_tokens=-2)
 
 
 def match_in(matcher, scope, req_id, prompt, output):

@@ -109,6 +109,7 @@ CONFIG_SEAMS = (
     ),
     *_members("vllm.config.scheduler", "SchedulerConfig", "max_num_seqs async_scheduling", "read"),
     Seam("vllm.config.parallel", "ParallelConfig.worker_cls", "set to the plugin's worker"),
+    Seam("vllm.config.parallel", "ParallelConfig.tensor_parallel_size", "read: how many workers share the memory"),
     Seam(
         "vllm.config.parallel",
         "ParallelConfig.enable_batch_sharded_sampling",

@@ -209,7 +209,7 @@ _SCOPES = {
 
 
 def _scope(config: _Config, value: Any) -> str:
-    if config.config.values.get("suffix_decoding_max_cached_requests") == 0:
+    if value != "request" and config.options is not None and not config.options.caches_answers:
         return f"{_NO_EFFECT}: no past answers are kept"
     return _SCOPES[value]
 
@@ -217,11 +217,19 @@ def _scope(config: _Config, value: Any) -> str:
 def _cached(config: _Config, value: Any) -> str:
     if not value:
         return "keeps no past answers"
+    if config.options is not None and not config.options.caches_answers:
+        return f"{_NO_EFFECT}: no past answers are kept"
     kept = "every past answer" if value == -1 else _count(value, "past answer")
-    scope = "shared" if config.options is None else config.options.suffix_decoding_scope
-    if scope == "request":
-        return f"{_NO_EFFECT}: suffix_decoding_scope is {show(scope)}, so no past answer is kept"
-    return f"keeps {kept} in trees that {'all requests' if scope == 'shared' else 'requests of one cache_salt'} share"
+    is_salted = config.options is not None and config.options.needs_salts
+    return f"keeps {kept} in trees that {'requests of one cache_salt' if is_salted else 'all requests'} share"
+
+
+def _cached_tokens(config: _Config, value: Any) -> str:
+    if not value:
+        return "keeps no past answers"
+    if config.options is not None and not config.options.caches_answers:
+        return f"{_NO_EFFECT}: no past answers are kept"
+    return "sets no limit to the tokens of past answers" if value == -1 else f"keeps past answers of {value} tokens"
 
 
 def _model(config: _Config, value: Any) -> str:
@@ -303,6 +311,7 @@ _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
         f"limits a match and its drafts to {_count(value, 'token')} together"
     ),
     "suffix_decoding_max_cached_requests": _cached,
+    "suffix_decoding_max_cached_tokens": _cached_tokens,
     "suffix_decoding_max_spec_factor": lambda config, value: (
         f"drafts at most {_count(value, 'token')} for each equal token"
     ),

@@ -57,6 +57,7 @@ class CommonKeys(BaseModel):
     suffix_decoding_max_cached_requests: Annotated[int, Field(ge=-1)] = 10000
     suffix_decoding_max_spec_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] = 0.1
+    suffix_decoding_max_cached_tokens: Annotated[int, Field(ge=-1)] | None = None
     suffix_decoding_scope: SuffixScope = "salt"
     verify_strategy: VerifyStrategy | None = None
     max_candidate_len: AtLeastOne | None = None
@@ -72,8 +73,8 @@ HISTORY_METHODS = ("ngram", "suffix", NAIVE)
 STOCK_NGRAM_KEYS = frozenset({"prompt_lookup_max", "prompt_lookup_min"})
 NGRAM_KEYS = ("max_ngram_size", "min_ngram_size")
 SUFFIX_KEYS = tuple(key for key in CommonKeys.model_fields if key.startswith("suffix_decoding_"))
-_OWN_SUFFIX_KEYS = ("suffix_decoding_scope",)
-_VLLM_KEYS = ("method", "num_speculative_tokens", *(key for key in SUFFIX_KEYS if key not in _OWN_SUFFIX_KEYS))
+OWN_SUFFIX_KEYS = ("suffix_decoding_max_cached_tokens", "suffix_decoding_scope")
+_VLLM_KEYS = ("method", "num_speculative_tokens", *(key for key in SUFFIX_KEYS if key not in OWN_SUFFIX_KEYS))
 OWN_KEYS = tuple(key for key in CommonKeys.model_fields if key not in _VLLM_KEYS)
 PLUGIN_NAMES = (*OWN_KEYS, DIALECT_KEY, INPUT_LOOKUP_KEY, *(name for name in SYNONYMS if name not in STOCK_NGRAM_KEYS))
 

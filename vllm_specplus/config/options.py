@@ -24,6 +24,8 @@ class SpecPlusOptions(CommonKeys):
     match_override_len: in a hybrid, a match of at least this many tokens replaces the model's drafts; 0: never.
     adaptive: whether each step drafts what earns most; else a fixed rule joins the sources.
     suffix_decoding_*: as vLLM's keys; -1 cached requests are no limit.
+    suffix_decoding_max_cached_tokens: the tokens of answers in suffix trees; -1: no limit. None: the engine is going to
+        choose a limit by its machine's memory.
     suffix_decoding_scope: whose answers the suffix trees of a request hold: everybody's, those with its ``cache_salt``,
         or its own alone.
     verify_strategy: None: vLLM's own verification.
@@ -71,8 +73,13 @@ class SpecPlusOptions(CommonKeys):
     @property
     def needs_salts(self) -> bool:
         """Whether the workers have to know each request's ``cache_salt``."""
-        is_shared = self.matches_suffixes and self.suffix_decoding_max_cached_requests != 0
-        return is_shared and self.suffix_decoding_scope == "salt"
+        return self.suffix_decoding_scope == "salt" and self.caches_answers
+
+    @property
+    def caches_answers(self) -> bool:
+        """Whether suffix trees keep answers for other requests."""
+        limits = self.suffix_decoding_max_cached_requests, self.suffix_decoding_max_cached_tokens
+        return self.matches_suffixes and self.suffix_decoding_scope != "request" and 0 not in limits
 
     def in_use(self) -> dict[str, Any]:
         """The options that something reads in this configuration, in the order of the documentation's table."""
@@ -103,6 +110,9 @@ class SpecPlusOptions(CommonKeys):
         return {
             "max_tree_depth": self.suffix_decoding_max_tree_depth,
             "max_cached_requests": self.suffix_decoding_max_cached_requests,
+            "max_cached_tokens": (
+                -1 if self.suffix_decoding_max_cached_tokens is None else self.suffix_decoding_max_cached_tokens
+            ),
             "max_spec_factor": self.suffix_decoding_max_spec_factor,
             "min_token_prob": self.suffix_decoding_min_token_prob,
         }

@@ -11,6 +11,7 @@ from vllm_specplus.config.keys import (
     MAX_DRAFT_TOKENS,
     NAIVE,
     NGRAM_KEYS,
+    OWN_SUFFIX_KEYS,
     STOCK_NGRAM_KEYS,
     SUFFIX_KEYS,
     TOPP_DEFAULTS,
@@ -43,7 +44,7 @@ def needs_options(parsed: ParsedConfig) -> bool:
         or (parsed.method in HISTORY_METHODS and (parsed.names_ngram_sizes or keys.adaptive))
         or (parsed.method in HISTORY_METHODS and keys.ngram_match_order != "recent")
         or (parsed.method == "suffix" and keys.suffix_decoding_max_cached_requests == -1)
-        or (parsed.method == "suffix" and _limits_sharing(parsed))
+        or (parsed.method == "suffix" and (_limits_sharing(parsed) or _limits_tokens(parsed)))
     )
 
 
@@ -51,6 +52,11 @@ def _limits_sharing(parsed: ParsedConfig) -> bool:
     """Whether the user asks for suffix trees that not all requests share; those of vLLM's own method are shared."""
     is_stated = parsed.config.values.get("suffix_decoding_scope") is not None
     return is_stated and parsed.keys.suffix_decoding_scope != "shared"
+
+
+def _limits_tokens(parsed: ParsedConfig) -> bool:
+    """Whether the user limits the tokens in suffix trees; vLLM's own method does not."""
+    return parsed.keys.suffix_decoding_max_cached_tokens not in (None, -1)
 
 
 def active_keys(parsed: ParsedConfig) -> list[str]:
@@ -67,6 +73,7 @@ def active_keys(parsed: ParsedConfig) -> list[str]:
         "accept_policy": keys.accept_policy != "normal",
         "allow_force_accept": keys.allow_force_accept,
         "ngram_match_order": keys.ngram_match_order != "recent",
+        "suffix_decoding_max_cached_tokens": _limits_tokens(parsed),
         "suffix_decoding_scope": _limits_sharing(parsed),
     }
     for key in NGRAM_KEYS:
@@ -143,14 +150,15 @@ def _refuse_idle_match_order(parsed: ParsedConfig) -> None:
     )
 
 
-def _refuse_idle_suffix_scope(parsed: ParsedConfig) -> None:
-    has_trees = parsed.method == "suffix" or parsed.keys.mtp_strategy == "with_suffix"
-    if not has_trees and "suffix_decoding_scope" in active_keys(parsed):
-        raise not_allowed_error(
-            f"{parsed.setting('suffix_decoding_scope')} with {parsed.setting('method')} and "
-            f"{parsed.setting('mtp_strategy')}",
-            'it acts only with method="suffix" or mtp_strategy="with_suffix"',
-        )
+def _refuse_idle_suffix_keys(parsed: ParsedConfig) -> None:
+    if parsed.method == "suffix" or parsed.keys.mtp_strategy == "with_suffix":
+        return
+    for key in OWN_SUFFIX_KEYS:
+        if key in active_keys(parsed):
+            raise not_allowed_error(
+                f"{parsed.setting(key)} with {parsed.setting('method')} and {parsed.setting('mtp_strategy')}",
+                'it acts only with method="suffix" or mtp_strategy="with_suffix"',
+            )
 
 
 def _refuse_ngram_sizes_out_of_order(parsed: ParsedConfig) -> None:
@@ -248,7 +256,7 @@ _RULES: tuple[Callable[[ParsedConfig], None], ...] = (
     _refuse_idle_ngram_sizes,
     _refuse_ngram_sizes_out_of_order,
     _refuse_idle_match_order,
-    _refuse_idle_suffix_scope,
+    _refuse_idle_suffix_keys,
     _refuse_idle_override,
     _refuse_idle_adaptive,
     _refuse_override_out_of_reach,

@@ -76,7 +76,7 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
 
     # Build the config, and set the engine up for it.
     engine = widths.with_possible_adaptive_verification(setup.with_default_strategy(engine))
-    engine = widths.with_chosen_widths(engine)
+    engine = setup.with_cached_token_limit(widths.with_chosen_widths(engine))
     speculative_config = build.speculative_config(engine)
     build.set_worker(engine)
     build.set_scheduler(engine)

@@ -1,6 +1,8 @@
 """An engine before vLLM builds it: its platform, its model runner, and the rule that verifies its drafts."""
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 from vllm import envs, triton_utils
@@ -19,6 +21,12 @@ logger = init_logger("vllm.specplus")
 
 # Model Runner V1 has no verifier of its own for "block": it runs the default one.
 _DEFAULT_VERIFIER_ON_V1 = (None, "standard", "block")
+# All tensor-parallel workers of a machine together give this part of its memory to shared suffix trees.
+_MEMORY_SHARE = 16
+# Above what docs/limits.md says was measured.
+BYTES_PER_CACHED_TOKEN = 640
+"""The memory of a token in a shared suffix tree that the default limit reckons with, in bytes."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 WORKERS = {
     "cpu": "vllm_specplus.engine.cpu_worker.SpecPlusCPUWorker",
     "cuda": "vllm_specplus.engine.worker.SpecPlusWorker",
@@ -88,6 +96,50 @@ def with_default_strategy(setup: EngineSetup) -> EngineSetup:
     )
     options = setup.options.model_copy(update={"verify_strategy": strategy})
     return replace(setup, resolved=replace(setup.resolved, options=options))
+
+
+def with_cached_token_limit(setup: EngineSetup) -> EngineSetup:
+    """The engine with a limit of the tokens in shared suffix trees, by the machine's memory where the user names none.
+
+    A worker of a tensor-parallel group has trees of its own; all of them get the same limit, so they draft the same.
+    """
+    options = setup.options
+    if not options.caches_answers:
+        return setup
+    if options.suffix_decoding_max_cached_tokens == -1:
+        logger.warning(
+            "suffix_decoding_max_cached_tokens=-1: shared suffix trees grow without a limit of tokens, about "
+            "%d bytes a token, so %.1f GiB for a thousand answers of 4096 tokens, in each tensor-parallel worker",
+            BYTES_PER_CACHED_TOKEN,
+            BYTES_PER_CACHED_TOKEN * 1000 * 4096 / 2**30,
+        )
+        return setup
+    limit = options.suffix_decoding_max_cached_tokens
+    if limit is None:
+        limit = default_cached_tokens(machine_memory(), setup.parallel_config.tensor_parallel_size)
+        options = options.model_copy(update={"suffix_decoding_max_cached_tokens": limit})
+    logger.info(
+        "suffix_decoding_max_cached_tokens=%d: shared suffix trees take about %.2f GiB at most in each "
+        "tensor-parallel worker",
+        limit,
+        limit * BYTES_PER_CACHED_TOKEN / 2**30,
+    )
+    return replace(setup, resolved=replace(setup.resolved, options=options))
+
+
+def default_cached_tokens(memory: int, num_workers: int) -> int:
+    """The limit of tokens in the shared suffix trees of each of `num_workers` on a machine of `memory` bytes."""
+    return max(1, memory // (_MEMORY_SHARE * num_workers * BYTES_PER_CACHED_TOKEN))
+
+
+def machine_memory() -> int:
+    """The memory of this machine in bytes, or of its container where that has less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(memory, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):
+        # No cgroup limits it.
+        return memory
 
 
 def _runs_on_v2(args: EngineArgs, resolved: Resolved) -> bool:

@@ -25,6 +25,14 @@ class _Progress:
     last_tokens: bytes
 
 
+@dataclass
+class _Response:
+    """A response in the tree of its scope."""
+
+    scope: str
+    num_tokens: int = 0
+
+
 class SuffixMatcher:
     """arctic-inference's `SuffixDecodingCache` behind the `Matcher` protocol.
 
@@ -37,12 +45,14 @@ class SuffixMatcher:
         max_tree_depth: the longest tail that is matched plus its drafts, in tokens.
         max_cached_requests: responses to keep in all scopes together, of which the oldest goes first; 0 = none,
             -1 = unlimited.
+        max_cached_tokens: tokens of these responses to keep, of which the oldest response goes first; 0 = none,
+            -1 = unlimited. A response that alone has more is not kept.
         max_spec_factor: at most this many drafts per matched token.
         min_token_prob: a draft needs at least this estimated probability.
 
     Raises:
         ImportError: arctic-inference is not installed.
-        ValueError: `max_cached_requests` below -1.
+        ValueError: `max_cached_requests` or `max_cached_tokens` below -1.
     """
 
     def __init__(
@@ -50,11 +60,13 @@ class SuffixMatcher:
         *,
         max_tree_depth: int,
         max_cached_requests: int,
+        max_cached_tokens: int = -1,
         max_spec_factor: float,
         min_token_prob: float,
     ) -> None:
-        if max_cached_requests < -1:
-            raise ValueError(f"max_cached_requests={max_cached_requests} must be -1 (unlimited), 0 (none) or more")
+        for name, limit in (("max_cached_requests", max_cached_requests), ("max_cached_tokens", max_cached_tokens)):
+            if limit < -1:
+                raise ValueError(f"{name}={limit} must be -1 (unlimited), 0 (none) or more")
         try:
             from arctic_inference.suffix_decoding import SuffixDecodingCache
         except ImportError as error:
@@ -64,9 +76,11 @@ class SuffixMatcher:
         self._unshared = SuffixDecodingCache(max_tree_depth, max_cached_requests=0)
         # By scope; a scope with nothing in its trees has no entry.
         self._shared: dict[str, SuffixDecodingCache] = {}
-        # The scope of each request whose response is in a shared tree, the oldest first.
-        self._cached: dict[str, str] = {}
+        # By request whose response is in a shared tree, the oldest first.
+        self._cached: dict[str, _Response] = {}
+        self._num_cached_tokens = 0
         self.max_cached_requests = max_cached_requests
+        self.max_cached_tokens = max_cached_tokens
         self.max_tree_depth = max_tree_depth
         self.max_spec_factor = max_spec_factor
         self.min_token_prob = min_token_prob
@@ -85,6 +99,11 @@ class SuffixMatcher:
     def num_cached_requests(self) -> int:
         """Responses in the trees that requests share."""
         return len(self._cached)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of these responses."""
+        return self._num_cached_tokens
 
     @property
     def num_scopes(self) -> int:
@@ -151,21 +170,32 @@ class SuffixMatcher:
         cache = self._cache_of(progress.scope)
         if progress.num_tokens < len(row):
             cache.add_active_response(req_id, row[progress.num_tokens :])
+            self._count(req_id, len(row) - progress.num_tokens)
             progress.num_tokens = len(row)
             progress.last_tokens = row[-_NUM_FINGERPRINT_TOKENS:].tobytes()
         return cache
+
+    def _count(self, req_id: str, num_new: int) -> None:
+        """Count new tokens of a response; drop the oldest responses if there are too many."""
+        response = self._cached.get(req_id)
+        if response is None:
+            return
+        response.num_tokens += num_new
+        self._num_cached_tokens += num_new
+        while self._num_cached_tokens > self.max_cached_tokens >= 0:
+            self._evict(next(iter(self._cached)))
 
     def _start(self, req_id: str, scope: str | None, prompt: np.ndarray) -> _Progress:
         """Make the request's own tree, and room for its response."""
         if req_id in self._cached:
             # An earlier request had the same id.
             self._evict(req_id)
-        if self.max_cached_requests == 0:
+        if 0 in (self.max_cached_requests, self.max_cached_tokens):
             scope = None
         self._cache_of(scope).start_request(req_id, prompt)
         progress = self._progress[req_id] = _Progress(scope, len(prompt), len(prompt), b"")
         if scope is not None:
-            self._cached[req_id] = scope
+            self._cached[req_id] = _Response(scope)
             while len(self._cached) > self.max_cached_requests > 0:
                 self._evict(next(iter(self._cached)))
         return progress
@@ -178,9 +208,10 @@ class SuffixMatcher:
 
     def _evict(self, req_id: str) -> None:
         """Drop a response from the tree of its scope."""
-        scope = self._cached.pop(req_id)
-        self._shared[scope].evict_cached_response(req_id)
-        self._drop_if_empty(scope)
+        response = self._cached.pop(req_id)
+        self._num_cached_tokens -= response.num_tokens
+        self._shared[response.scope].evict_cached_response(req_id)
+        self._drop_if_empty(response.scope)
 
     def _cache_of(self, scope: str | None) -> "SuffixDecodingCache":
         if scope is None:

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         SUFFIX | {"suffix_decoding_min_token_prob": 0.9},
         {},
     ),
+    "suffix_decoding_max_cached_tokens": (SUFFIX, SUFFIX | {"suffix_decoding_max_cached_tokens": 0}, {}),
     "suffix_decoding_scope": (SUFFIX, SUFFIX | {"suffix_decoding_scope": "request"}, {}),
     "verify_strategy": (TOPP, TOPP | {"verify_strategy": "greedy"}, SAMPLED),
     "max_candidate_len": (TOPP, TOPP | {"max_candidate_len": 1}, SAMPLED),
