@@ -19,7 +19,8 @@ from vllm_specplus.requests.options import KEYS
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", DOCUMENT, flags=re.M)[1:]}
-_OWN_KEYS = {"adaptive", "allow_force_accept", "match_override_len", "ngram_match_order", "suffix_decoding_scope"}
+_OWN_KEYS = {"adaptive", "allow_force_accept", "match_override_len", "ngram_match_order"}
+_OWN_KEYS |= {"suffix_decoding_scope", "suffix_decoding_max_cached_tokens"}
 # FastDeploy's keys are this plugin's and vLLM's.
 FASTDEPLOY_KEYS = CommonKeys.model_fields.keys() - _OWN_KEYS | {"model", "draft_strategy"}
 
