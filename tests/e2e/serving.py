@@ -70,6 +70,9 @@ def serve(model: Path, folder: Path, *options: str, **environment: str) -> Itera
         try:
             _wait_until_healthy(server, process)
             yield server
+        except BaseException:
+            print(server.log()[-4000:])
+            raise
         finally:
             process.terminate()
             process.wait(60)

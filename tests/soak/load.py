@@ -97,7 +97,8 @@ class Clients:
     """Clients of one server."""
 
     def __init__(self, address: str) -> None:
-        limits = httpx.Limits(max_connections=None)
+        # A connection that is kept may be closed by the server just when a request is sent.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = openai.AsyncOpenAI(
             base_url=f"{address}/v1",
             api_key="none",

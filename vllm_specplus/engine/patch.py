@@ -13,6 +13,7 @@ from vllm_specplus.compat import SpecPlusCompatError, check_vllm
 from vllm_specplus.config import Resolved, SpecPlusConfigError, resolve
 from vllm_specplus.config.dialects import RTP_LLM
 from vllm_specplus.config.errors import config_error, show
+from vllm_specplus.config.summary import summary
 from vllm_specplus.engine.command import is_vllm_command
 
 # A name below "vllm", so that vLLM's own logging setup prints it.
@@ -83,6 +84,7 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     build.set_request_check(engine)
     _set_async_scheduling(args, setup.reason_for_synchronous_scheduling(engine))
     logger.info("resolved speculative config: %s", engine.resolved.as_json())
+    logger.info("%s", summary(engine.resolved))
     return speculative_config
 
 

@@ -64,6 +64,8 @@ def test_metrics_and_log(client: openai.OpenAI, server: Server) -> None:
     client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20)
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
     assert server.log().count("resolved speculative config") == 1
+    says = "drafts: mtp, n-grams of the request's text, the request's reference (what earns most); "
+    assert server.log().count(f"{says}verification: target_match, lossless; shared: nothing") == 1
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
