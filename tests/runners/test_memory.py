@@ -31,7 +31,7 @@ def test_ngram_tables() -> None:
 
 @pytest.mark.parametrize("edit", [False, True])
 def test_a_reference(edit: bool) -> None:
-    """28 bytes for each token of it; and what it has learned of edits, at most 16 bytes for each token of the output."""
+    """28 bytes for each token of it, and for what it has learned of edits 16 bytes for each token of the output."""
     rng = np.random.default_rng(0)
     text = rng.integers(0, 5, MAX_LEN).astype(np.int32)
     output = text.copy()

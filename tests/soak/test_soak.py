@@ -19,6 +19,7 @@ import pytest
 import tests
 from tests.e2e.serving import Server, serve
 from tests.soak.load import Clients, Kind, answers_alone, kinds, soak, with_references
+from tests.soak.raw_bytes import send_raw_bytes
 
 CONFIG = {
     "method": "mtp",
@@ -37,6 +38,7 @@ LONG = Kind(
 )
 _V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 _V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": str(_STAND_IN)}
+NUM_RAW = 300
 SECONDS = float(os.environ.get("SPECPLUS_SOAK_SECONDS", "60"))
 
 
@@ -136,6 +138,12 @@ async def _soak(server: Server, num_clients: int, max_tokens: int) -> None:
     assert max(memory.growth().values()) < (0.1 if SECONDS < 300 else 0.03)
     # The same server again, alone.
     assert await answers_alone(clients, asked[:3]) == {kind.name: answers[kind.name] for kind in asked[:3]}
+
+    statuses = await send_raw_bytes(server.address, NUM_RAW)
+    print("raw requests:", dict(statuses))
+    assert not [status for status in statuses if status >= 500]
+    assert statuses[200] > 0 < statuses[400]
+    await asyncio.to_thread(wait_until_idle, server)
 
     engine = engine_process(server.pid)
     assert await clients.lose_the_server(LONG, 50, engine.kill) == {"error": 50}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import engine
+from tests.e2e.faults import FAULTY, fail_in_worker
 from tests.e2e.parallel import drafts_of_workers, measure_otherwise, record_drafts
 from tests.e2e.references import ask, asking, config_of
 from tests.e2e.v2.engines import FEW, async_engine, tokens
@@ -80,3 +81,18 @@ def test_workers_that_do_not_agree_on_prices_draft_otherwise(trained: Path) -> N
         tokens(e, FEW[:1], max_tokens=4)
         drafts, drafts_of_last = drafts_of_workers(e)
     assert drafts != drafts_of_last
+
+
+@pytest.mark.parametrize("start", [engine, pytest.param(async_engine, marks=pytest.mark.slow)])
+def test_a_fault_of_all_workers_costs_no_text(start: Any, trained: Path, draft: Path) -> None:
+    prompts = [*FEW, FAULTY]
+    with engine(trained) as e:
+        texts = tokens(e, prompts)
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with start(trained, config_of("mtp_suffix", draft, adaptive=True), **two) as e:
+        e.llm.collective_rpc(fail_in_worker)
+        assert tokens(e, prompts) == texts
+        first, last = e.llm.collective_rpc("specplus_stats")
+        assert first["faults"] == last["faults"]
+        assert first["faults"]["drafting"] >= 1
+        assert sum(first["drafted"]["model"]) > 0
