@@ -69,7 +69,7 @@ def started(model: Path, config: dict[str, Any], folder: Path) -> Iterator[Pd]:
             time.sleep(0.5)
         pid = re.search(r"^decode server: process (\d+)", log.read_text(), re.MULTILINE)
         assert pid is not None
-        yield Pd(*(Server(f"http://127.0.0.1:{port}", log) for port in ports), int(pid[1]))
+        yield Pd(*(Server(f"http://127.0.0.1:{port}", log, process.pid) for port in ports), int(pid[1]))
     finally:
         process.terminate()
         process.wait(60)
