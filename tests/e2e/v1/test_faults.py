@@ -78,6 +78,7 @@ def test_a_fault_in_the_arbiter_costs_the_batch_its_drafts(
 ) -> None:
     places = [
         *((Arbiter, name) for name in ("begin_step", "plan_passes", "offer", "offer_model", "choose")),
+        (AdaptiveDrafter, "is_asleep"),
         (AdaptiveDrafter, "set_prices"),
         (StepPrices, "agree"),
     ]
@@ -101,17 +102,18 @@ def test_a_fault_in_counting_or_following_costs_no_text(
     monkeypatch.setattr(v1_requests, "_MOST_UNCOUNTED", 3)
     references = [{"sp_advice_prompt_token_ids": text} for text in expected]
     places = [
-        (StepPrices, "begin_step", "requests"),
-        (LiveRequest, "__init__", "requests"),
-        (StepPrices, "add_tokens", "counting"),
-        (v1_requests, "count_drafts", "counting"),
+        (StepPrices, "add_passes"),
+        (StepPrices, "begin_step"),
+        (LiveRequest, "__init__"),
+        (StepPrices, "add_tokens"),
+        (v1_requests, "count_drafts"),
     ]
     with engine(trained, config_of("mtp_ngram", draft, adaptive=True)) as e:
-        for owner, name, _ in places:
+        for owner, name in places:
             with fault(owner, name, at_calls(2)) as hits:
                 assert ask(e, PROMPTS, references, max_tokens=48) == expected
             assert hits == [0], name
-        assert stats(e)["faults"] == {"requests": 2, "counting": 2}
+        assert stats(e)["faults"] == {"requests": 2, "counting": 3}
         check_faults(e, "requests", log)
         check_faults(e, "counting", log)
         check_alive(e, expected)

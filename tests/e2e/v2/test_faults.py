@@ -104,4 +104,12 @@ def test_any_other_fault_costs_the_batch_its_drafts_or_its_counts(
         assert hits == [0]
         check_faults(e, "drafting", log)
         check_faults(e, "counting", log)
+        if is_adaptive:
+            with fault(AdaptiveFiller, "end", lambda *args: True) as hits:
+                assert ask(e, PROMPTS, references, max_tokens=24) == expected[:3]
+            assert hits
+            drafted = sum(stats(e)["drafted"]["reference"])
+            assert ask(e, PROMPTS, [{}] * 3, max_tokens=24) == expected[:3]
+            # No request has the reference of the one before it.
+            assert sum(stats(e)["drafted"]["reference"]) == drafted
         check_alive(e, [*expected[:2], *expected[3:]], max_tokens=24)

@@ -281,6 +281,30 @@ def test_the_drafter_is_told_of_requests_that_begin() -> None:
     assert withdrawn == [{"a"}, {"a", "b"}, set()]
 
 
+def test_a_fault_in_prices_hides_no_request() -> None:
+    steps = Steps()
+    steps.tracker.prices = SimpleNamespace()  # type: ignore[assignment]
+    with pytest.raises(AttributeError, match="begin_step"):
+        steps.begin(steps.add("a", TEXT))
+    assert steps.tracker.live_requests.sizes()["references"] == 1
+    with pytest.raises(AttributeError, match="begin_step"):
+        steps.begin(ended="a")
+    assert steps.tracker.live_requests.sizes()["requests"] == 0
+
+
+def test_what_cannot_be_counted_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps()
+    steps.begin(steps.add("a", TEXT))
+    steps.draft({"a": TEXT[:1]})
+    steps.begin(scheduled={"a": TEXT[1:5]})
+    steps.end({"a": TEXT[1:3]})
+    with monkeypatch.context() as patch:
+        patch.setattr(v1_requests, "count_drafts", None)
+        with pytest.raises(TypeError):
+            steps.tracker.stats()
+    assert not steps.drafted()
+
+
 def test_each_request_has_its_own_limit() -> None:
     steps = Steps()
     steps.begin(steps.add("a", max_drafts=1), steps.add("b"), steps.add("c", TEXT, max_drafts=0))

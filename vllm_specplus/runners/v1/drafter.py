@@ -182,8 +182,9 @@ class HybridMixin(_Proposer):
         ]
         self._tokens_on_host = False
         req_ids = gpu_input_batch.req_ids[: len(rows)]
-        self._is_asleep = isinstance(self._drafter, AdaptiveDrafter) and self._drafter.is_asleep(req_ids)
-        self._inputs_time = 0.0
+        self._is_asleep, self._inputs_time = False, 0.0
+        with self._faults.caught("drafting", req_ids):
+            self._is_asleep = isinstance(self._drafter, AdaptiveDrafter) and self._drafter.is_asleep(req_ids)
         if self._is_asleep:
             # With synchronous scheduling nobody but the draft model reads them.
             nothing = sampled_token_ids.new_zeros(len(rows))
@@ -263,7 +264,9 @@ class HybridMixin(_Proposer):
         if num_passes:
             assert self._tracker.prices is not None
             # The choice takes longer with the model's drafts, which is their cost too.
-            self._tracker.prices.add_passes(num_passes, self._inputs_time + time.perf_counter() - began)
+            seconds = self._inputs_time + time.perf_counter() - began
+            with self._faults.caught("counting"):
+                self._tracker.prices.add_passes(num_passes, seconds)
         # Without drafts of the model no draft has a distribution.
         self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens) if num_passes else None
         return drafts.token_ids

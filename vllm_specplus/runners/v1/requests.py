@@ -78,8 +78,6 @@ class RequestTracker:
             scheduler_output: vLLM's ``SchedulerOutput``.
         """
         self._drafts_in_step = {}
-        if self.prices is not None:
-            self.prices.begin_step(scheduler_output)
         ended, new = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
         self.live_requests.finish(ended)
         self.live_requests.begin(new)
@@ -98,6 +96,9 @@ class RequestTracker:
             req_id: (*self._last_drafts.get(req_id, padding), len(drafts) - invalid.get(req_id, 0))
             for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items()
         }
+        # Last, since a fault of it must not hide what begins and ends.
+        if self.prices is not None:
+            self.prices.begin_step(scheduler_output)
 
     def after_step(self, output: Any) -> None:
         """Count what became of a step's drafts.
@@ -125,9 +126,10 @@ class RequestTracker:
 
     def _count(self) -> None:
         """Enter what is not in the counts yet: together this costs far less than step by step."""
-        if self._uncounted:
-            count_drafts(self._counts, *np.array(self._uncounted).T)
-            self._uncounted.clear()
+        # What cannot be counted is dropped.
+        uncounted, self._uncounted = self._uncounted, []
+        if uncounted:
+            count_drafts(self._counts, *np.array(uncounted).T)
 
     def stats(self) -> dict[str, Any]:
         """Counts by source and position, and the number of entries."""

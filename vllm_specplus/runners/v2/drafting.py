@@ -71,17 +71,18 @@ class Drafting:
         self.num_drafts[index].zero_()
         with self._faults.caught("drafting", [req_id]):
             self.requests.begin(req_id, index)
-            self._slot_filler.begin(req_id, index)
             if self._slot_filler.needs_every_step or self.requests.has_reference(index):
                 self._copier.mirror.add(index, prompt_len, token_ids)
             else:
                 self._copier.mirror.skip(index)
+            self._slot_filler.begin(req_id, index)
 
     def end(self, req_id: str, index: int) -> None:
         """Take note of a request that leaves its place, at its end or to come back later."""
         with self._faults.caught("requests"):
-            self._slot_filler.end(req_id, index)
+            # First, since the next request in this place must not have this one's reference.
             self.requests.end(index)
+            self._slot_filler.end(req_id, index)
 
     def warm_up(self) -> None:
         """Compile the kernels that only some requests need."""

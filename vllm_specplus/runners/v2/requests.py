@@ -56,8 +56,6 @@ class RequestTracker:
         Args:
             scheduler_output: vLLM's ``SchedulerOutput``.
         """
-        if self.prices is not None:
-            self.prices.begin_step(scheduler_output)
         self._ended = scheduler_output.finished_req_ids
         for req_id in self._ended:
             self._kept.pop(req_id, None)
@@ -65,6 +63,9 @@ class RequestTracker:
         self.live_requests.begin(scheduler_output.scheduled_new_reqs)
         self.scopes.end(self._ended)
         self.scopes.begin(scheduler_output.scheduled_new_reqs)
+        # Last, since a fault of it must not hide what begins and ends.
+        if self.prices is not None:
+            self.prices.begin_step(scheduler_output)
 
     def after_step(self, output: Any) -> None:
         """Do nothing: the device counts."""
