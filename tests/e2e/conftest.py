@@ -1,14 +1,35 @@
-"""Tiny models made once per session."""
+"""Tiny models made once per session, and a guard against faults that no test has put in."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.eagle_heads import make_eagle_head
+from tests.e2e.faults import InjectedError
+from vllm_specplus.runners.faults import Faults
 from vllm_specplus.testing.tiny_model import make_draft_model, make_random, make_trained
 from vllm_specplus.testing.tiny_train import TrainSettings
+
+
+@pytest.fixture(autouse=True)
+def _no_faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test in whose process the plugin has caught a fault of its own, since no text shows one."""
+    errors: list[Exception] = []
+    note = Faults.note
+
+    def noted(faults: Faults, part: Any, error: Exception, *args: Any) -> None:
+        if not isinstance(error, InjectedError):
+            errors.append(error)
+        note(faults, part, error, *args)
+
+    monkeypatch.setattr(Faults, "note", noted)
+    yield
+    if errors:
+        raise ExceptionGroup("faults of the plugin", errors)
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ class Server:
 
 @contextmanager
 def serve(model: Path, folder: Path, *options: str, **environment: str) -> Iterator[Server]:
-    """Start a server of `model` under the name "tiny", wait until it answers, and stop it at the end.
+    """Start a server of `model` under the name "tiny", wait until it answers, and stop it at the end without a fault.
 
     Args:
         model: the folder of the weights.
@@ -70,6 +70,8 @@ def serve(model: Path, folder: Path, *options: str, **environment: str) -> Itera
         try:
             _wait_until_healthy(server, process)
             yield server
+            # No answer shows a fault of drafting, so the log has to.
+            assert "a fault in" not in server.log()
         except BaseException:
             print(server.log()[-4000:])
             raise

@@ -146,4 +146,6 @@ async def _soak(server: Server, num_clients: int, max_tokens: int) -> None:
     await asyncio.to_thread(wait_until_idle, server)
 
     engine = engine_process(server.pid)
-    assert await clients.lose_the_server(LONG, 50, engine.kill) == {"error": 50}
+    ends = await clients.lose_the_server(LONG, 50, engine.kill)
+    # The first may have ended before the last began, on a slow machine.
+    assert set(ends) - {"answered"} == {"error"}
