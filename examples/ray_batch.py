@@ -1,0 +1,136 @@
+"""Answer a file of prompts by several engines, which Ray Data starts, feeds, and starts again if they die.
+
+    python examples/ray_batch.py MODEL PROMPTS RESULTS [--workers 2]
+
+Each line of PROMPTS is a JSON object: {"prompt": TEXT}, and "prediction": TEXT if much of the answer is known before.
+The folder RESULTS gets Parquet files of rows with "id", the line's number from 0, "prompt", "text" and "num_tokens".
+Started again with the same folder, the script answers only the lines whose ids are not in it.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+HYBRID = {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
+SAMPLING = {"temperature": 0, "max_tokens": 256}
+
+
+def main() -> None:
+    args = parse_args()
+    args.results.mkdir(parents=True, exist_ok=True)
+    done = finished_ids(args.results)
+    rows = read_rows(args.prompts, args.sampling_params)
+    left = [row for row in rows if row["id"] not in done]
+    print(f"{len(done)} of {len(rows)} rows were there", flush=True)
+    if not left:
+        return
+
+    # Otherwise the engine of a killed worker would live on, with the memory that the next one needs.
+    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
+    ray.init(**args.ray)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    # A batch is what an engine gets at once, what it answers again if it dies, and what a file holds.
+    dataset = ray.data.from_items(left, override_num_blocks=math.ceil(len(left) / args.batch_size))
+    answers = processor(args)(dataset)
+    for block in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
+        save(block.to_pylist(), done, args.results)
+        print(f"{len(done)} of {len(rows)} rows", flush=True)
+    if len(done) < len(rows):
+        sys.exit(f"{len(rows) - len(done)} rows have no answer: start again")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--workers", type=int, default=2, help="engines (default: %(default)s)")
+    parser.add_argument("--cpus", type=int, default=1, help="cores of each engine (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, help="rows of a batch (default: %(default)s)")
+    for option, default, meaning in (
+        ("speculative-config", HYBRID, "vLLM's and this plugin's keys"),
+        ("sampling-params", SAMPLING, "of every row"),
+        ("engine-args", {}, "further arguments of vLLM's engine"),
+        ("ray", {}, 'arguments of ray.init, such as \'{"address": "auto"}\' for a running cluster'),
+    ):
+        text = f"{meaning} (default: {json.dumps(default)})"
+        parser.add_argument(f"--{option}", type=json.loads, default=default, metavar="JSON", help=text)
+    return parser.parse_args()
+
+
+def read_rows(prompts: Path, sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read the lines as rows of the dataset."""
+    rows = []
+    for number, line in enumerate(prompts.read_text().splitlines()):
+        fields = json.loads(line)
+        text = fields.get("prediction")
+        # Rows of a dataset have the same columns, so a row without a prediction says so.
+        extra = {"prediction": None if text is None else {"type": "content", "content": text}}
+        params = sampling_params | {"extra_args": sampling_params.get("extra_args", {}) | extra}
+        rows.append({"id": number, "prompt": fields["prompt"], "sampling_params": params})
+    return rows
+
+
+def finished_ids(folder: Path) -> set[int]:
+    """Return the ids of the rows that the folder has."""
+    return {row for file in folder.glob("*.parquet") for row in pq.read_table(file, columns=["id"])["id"].to_pylist()}
+
+
+def save(answers: Iterable[dict[str, Any]], done: set[int], folder: Path) -> None:
+    """Write a file of the answers whose ids are not among `done`, whole or not at all, and add the ids."""
+    new = sorted((row for row in answers if row["id"] not in done), key=lambda row: row["id"])
+    if not new:
+        return
+    file = folder / f"{new[0]['id']:09}.parquet"
+    unfinished = file.with_suffix(".unfinished")
+    pq.write_table(pa.Table.from_pylist(new), unfinished)
+    unfinished.replace(file)
+    done.update(row["id"] for row in new)
+
+
+def processor(args: argparse.Namespace) -> Any:
+    """Return Ray Data's vLLM processor, with a GPU for each worker of an engine where the cluster has GPUs."""
+    resources = {"CPU": args.cpus} | ({"GPU": 1} if "GPU" in ray.cluster_resources() else {})
+    # On a CPU each engine would bind its threads to the same cores.
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
+    config = vLLMEngineProcessorConfig(
+        model_source=args.model,
+        engine_kwargs={"speculative_config": args.speculative_config, **args.engine_args},
+        runtime_env={"env_vars": {name: os.environ.get(name, value) for name, value in variables.items()}},
+        placement_group_config={"bundle_per_worker": resources},
+        concurrency=(args.workers, args.workers),
+        batch_size=args.batch_size,
+        # vLLM's metrics for Ray need Ray Serve.
+        log_engine_metrics=False,
+        # The engine turns text into tokens and back.
+        chat_template_stage=False,
+        tokenize_stage=False,
+        detokenize_stage=False,
+    )
+    # What surrounds the engines is light, and they may hold every core. Without a limit each batch starts a process.
+    light = {"num_cpus": 0, "compute": ray.data.TaskPoolStrategy(size=1)}
+    return build_processor(config, postprocess=answer, preprocess_map_kwargs=light, postprocess_map_kwargs=light)
+
+
+def answer(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that the results have."""
+    return {
+        "id": row["id"],
+        "prompt": row["prompt"],
+        "text": row["generated_text"],
+        "num_tokens": row["num_generated_tokens"],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""examples/ray_batch.py: a run that dies goes on where it was, and a dead engine costs no row."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.engines import engine
+
+pytest.importorskip("ray.data", reason="Ray is not installed: pip install '.[ray]'")
+import pyarrow.parquet as pq
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+sys.path.append(str(EXAMPLES))
+import ray_batch  # noqa: E402
+
+# Tokens are bytes.
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f"def add(a, b):\n    return a + b\n\n# {k}\ndef sub(a, b):\n    return a"} for k in range(96)
+]
+for row in ROWS[::3]:
+    row["prediction"] = "+ b\n\ndef mul(a, b):\n    return a * b\n"
+NUM_TOKENS = 200
+BATCH_SIZE = 2
+SAMPLING = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+ENGINE = {
+    "max_model_len": 512,
+    "max_num_seqs": 2,
+    "enforce_eager": True,
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 64 << 20,
+}
+RAY = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 200_000_000}
+SECONDS = 540
+
+
+class Run:
+    """A running script."""
+
+    def __init__(self, process: subprocess.Popen[bytes], results: Path, log: Path):
+        self.process = process
+        self.results = results
+        self._log = log
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_for_files(self, number: int) -> None:
+        """Wait until the folder has as many files of results."""
+        deadline = time.monotonic() + SECONDS
+        while len(list(self.results.glob("*.parquet"))) < number:
+            assert self.process.poll() is None, self.log()[-4000:]
+            assert time.monotonic() < deadline, self.log()[-4000:]
+            time.sleep(0.05)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def busiest_worker(self) -> psutil.Process:
+        """The process of Ray whose engine has computed most."""
+
+        def seconds(worker: psutil.Process) -> float:
+            return sum(child.cpu_times().user for child in worker.children(recursive=True))
+
+        workers = [p for p in self.descendants() if "".join(p.cmdline()).startswith("ray::MapWorker")]
+        assert len(workers) == 2
+        return max(workers, key=seconds)
+
+
+@contextmanager
+def started(model: Path, prompts: Path, results: Path, log: Path) -> Iterator[Run]:
+    command = [sys.executable, EXAMPLES / "ray_batch.py", model, prompts, results, "--batch-size", str(BATCH_SIZE)]
+    for option, value in (("sampling-params", SAMPLING), ("engine-args", ENGINE), ("ray", RAY)):
+        command += [f"--{option}", json.dumps(value)]
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    # By default Ray's processes give way to all others, so another test would starve them.
+    environment |= {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, env={**environment, "VLLM_LOGGING_LEVEL": "INFO"}, stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        yield Run(process, results, log)
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that run. A container may keep what has ended as zombies."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 30
+    while alive(processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(processes)
+
+
+@pytest.mark.slow
+def test_no_row_is_lost_or_doubled(trained: Path, tmp_path: Path) -> None:
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    with started(trained, prompts, results, tmp_path / "first.log") as run:
+        run.wait_for_files(1)
+        processes = run.descendants()
+        run.process.kill()
+    # Nothing that outlives a killed script may answer for the next one.
+    for process in alive(processes):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    first = {file: file.stat().st_mtime_ns for file in results.glob("*.parquet")}
+    num_first = len(ray_batch.finished_ids(results))
+    assert 0 < num_first < len(ROWS) // 2
+
+    with started(trained, prompts, results, tmp_path / "second.log") as run:
+        run.wait_for_files(len(first) + 1)
+        processes = run.descendants()
+        run.busiest_worker().kill()
+        assert len(ray_batch.finished_ids(results)) < len(ROWS) - BATCH_SIZE
+        assert run.process.wait(SECONDS) == 0, run.log()[-4000:]
+        wait_until_gone(processes)
+    assert f"{num_first} of {len(ROWS)} rows were there" in run.log()
+    assert "A worker died or was killed while executing a task" in run.log()
+    assert "SpecDecoding metrics" in run.log()
+    assert {file: file.stat().st_mtime_ns for file in first} == first
+
+    found = [row for file in results.glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    assert Counter(row["id"] for row in found) == Counter(range(len(ROWS)))
+    with engine(trained) as e:
+        plain = e.generate([list(row["prompt"].encode()) for row in ROWS], max_tokens=NUM_TOKENS)
+    expected = {
+        number: (row["prompt"], output.outputs[0].text, NUM_TOKENS)
+        for number, (row, output) in enumerate(zip(ROWS, plain, strict=True))
+    }
+    assert {row["id"]: (row["prompt"], row["text"], row["num_tokens"]) for row in found} == expected
+
+
+def test_what_comes_twice_is_saved_once(tmp_path: Path) -> None:
+    done = {7}
+    for ids in ([7], [3, 2], [3, 4, 7, 2]):
+        ray_batch.save([{"id": number, "text": str(number)} for number in ids], done, tmp_path)
+    (tmp_path / "000000009.unfinished").write_bytes(b"half a file")
+    assert sorted(file.name for file in tmp_path.glob("*.parquet")) == ["000000002.parquet", "000000004.parquet"]
+    assert done == {2, 3, 4, 7}
+    assert ray_batch.finished_ids(tmp_path) == {2, 3, 4}
+    assert [row["text"] for row in pq.read_table(tmp_path / "000000002.parquet").to_pylist()] == ["2", "3"]
+
+
+def test_rows_have_the_same_columns(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a", "prediction": "b"}\n{"prompt": "c"}\n')
+    rows = ray_batch.read_rows(prompts, {"max_tokens": 2, "extra_args": {"spec_tokens": 3}})
+    assert [row["id"] for row in rows] == [0, 1]
+    assert [row["prompt"] for row in rows] == ["a", "c"]
+    params = [row["sampling_params"] for row in rows]
+    assert [each["max_tokens"] for each in params] == [2, 2]
+    assert params[0]["extra_args"] == {"spec_tokens": 3, "prediction": {"type": "content", "content": "b"}}
+    assert params[1]["extra_args"] == {"spec_tokens": 3, "prediction": None}
