@@ -1,4 +1,4 @@
-"""The command ``vllm-specplus``: checks a speculative config, migrates a server's start, or compares configs."""
+"""The command ``vllm-specplus``: checks a config, migrates a server's start, compares configs, or watches a server."""
 
 import argparse
 import shlex
@@ -12,6 +12,7 @@ from vllm_specplus.compare.command import with_engine_args_joined
 from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
 from vllm_specplus.config.explain import explain
 from vllm_specplus.migrate import SYSTEMS, migrate, read_command, read_environment, read_yaml
+from vllm_specplus.top.command import add_arguments as add_top_arguments
 from vllm_specplus.version import __version__
 
 _NOT_CHECKED = (
@@ -53,6 +54,14 @@ def _parser() -> argparse.ArgumentParser:
             help="measure speculative configs on your own prompts, and say which one to use",
             description="Run each configuration in an engine of its own, in turns and repeatedly. Print tokens/s, "
             "accepted drafts and where the time goes; write the same to a folder. See docs/compare.md.",
+        )
+    )
+    add_top_arguments(
+        commands.add_parser(
+            "top",
+            help="show what a running server drafts, in a page that is drawn anew every few seconds",
+            description="Show tokens per step, accepted and wasted drafts, requests and faults of a running server, in "
+            "the last interval and since its start, until Ctrl-C. See docs/requests.md.",
         )
     )
     return parser

@@ -10,6 +10,9 @@ import openai
 import pytest
 
 from tests.e2e.serving import Server, serve
+from vllm_specplus.cli import main
+from vllm_specplus.top.sample import ACCEPTED, STEPS, TOKENS
+from vllm_specplus.top.server import Server as CountedServer
 
 CONFIG = {
     "method": "mtp",
@@ -155,6 +158,20 @@ def test_counts_agree_with_vllms(client: openai.OpenAI, server: Server) -> None:
         exported = [line for line in server.get("/specplus/metrics").splitlines() if line.startswith("specplus:")]
         samples = [line for line in exported if line.startswith(f"specplus:{name}_tokens_total{{")]
         assert sum(float(line.split()[-1]) for line in samples) == counted
+
+
+@pytest.mark.every_version
+def test_page_in_the_terminal(client: openai.OpenAI, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """Between two pages one request runs: tokens are those of its answer, and steps those that vLLM counts for it."""
+    before = CountedServer(server.address, "").sample()
+    answer = client.completions.create(**GREEDY, prompt=PROMPT, extra_body={"aux_info": True, "ignore_eos": True})
+    last = CountedServer(server.address, "").sample().since(before)
+    assert last is not None
+    assert last.engine[TOKENS] == answer.usage.completion_tokens == 60
+    assert sum(last.engine[name] for name in STEPS) == answer.aux_info["iter_count"]
+    assert last.engine[ACCEPTED] == last.accepted.total()
+    assert main(["top", server.address, "--once"]) == 0
+    assert "requests: 0 running, 0 waiting" in capsys.readouterr().out
 
 
 def check_under_load(server: Server, max_tokens: int) -> None:
