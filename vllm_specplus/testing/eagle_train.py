@@ -1,0 +1,354 @@
+"""Training of an EAGLE-3 head on the CPU, mostly on its target's own answers.
+
+The head learns the target's own distribution of the next-but-one token rather than the text, because the target has to
+accept its drafts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from vllm_specplus.testing.answers import answers
+from vllm_specplus.testing.eagle_net import EagleHead, HeadShape, head_config
+from vllm_specplus.testing.real_prompts import openings, passages, questions
+from vllm_specplus.testing.tiny_train import Muon
+
+_SHORTEST = 16  # tokens of a text that is learned from
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The settings that decide the trained weights, together with the target and the texts that Python comes with.
+
+    Attributes:
+        answers: of the target; one in four continues a text, the others are answers to questions.
+        answer_tokens: most tokens of an answer.
+        passages: texts that are read, of ``passage_tokens`` each.
+        feature_layers: the number of the target's layers before each place that the head reads.
+        draft_vocab_size: the most frequent tokens, which the head can draft.
+        passes: that are trained; later ones on what earlier ones drafted.
+        epochs: how often the texts are seen.
+        step_tokens: most tokens of a training step, padding included.
+    """
+
+    answers: int = 1280
+    answer_tokens: int = 256
+    passages: int = 160
+    passage_tokens: int = 512
+    feature_layers: tuple[int, ...] = (9, 19, 30)
+    draft_vocab_size: int = 8192
+    passes: int = 2
+    epochs: int = 3
+    step_tokens: int = 4096
+    matrix_rate: float = 0.01
+    vector_rate: float = 1e-3
+    held_out: float = 0.03
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """Results of a training; shares are of the target's own answers to questions that training has not seen.
+
+    Attributes:
+        seconds: of all.
+        answer_tokens, passage_tokens: that were learned from.
+        in_draft_vocab: the share of tokens that can be drafted.
+        agreement: by pass, the share of places where the draft is what the target chooses greedily.
+    """
+
+    seconds: float
+    answer_tokens: int
+    passage_tokens: int
+    in_draft_vocab: float
+    agreement: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as the target sees it.
+
+    Attributes:
+        tokens: ``[T]`` int64.
+        features: ``[T, num_features * width]``, in the target's type.
+        first_answer: the place of the first token of the target's own; 0 for a text that it only reads.
+    """
+
+    tokens: Tensor
+    features: Tensor
+    first_answer: int
+
+
+def train_head(model: Path, folder: Path, settings: HeadSettings) -> HeadReport:
+    """Write a head of the model in a folder into another.
+
+    Args:
+        model: the target's folder, a Llama model.
+        folder: gets the head as a checkpoint that vLLM loads with the method ``eagle3``.
+        settings: of the training.
+
+    Returns:
+        what came out.
+    """
+    start = time.monotonic()
+    with torch.random.fork_rng(devices=[]), _progress_bar() as bar:
+        torch.manual_seed(settings.seed)
+        found = list(_texts(model, settings))
+        target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+        texts = list(read_texts(target, found, settings, bar))
+        held_out = texts[:: round(1 / settings.held_out)]
+        learned = [text for i, text in enumerate(texts) if i % round(1 / settings.held_out)]
+        vocab = _draft_vocab(learned, settings.draft_vocab_size)
+        trainer = Trainer(target, vocab, settings)
+        trainer.fit(learned, bar)
+        held_out = [text for text in held_out if text.first_answer]
+        agreement, in_vocab = trainer.agreement(held_out)
+    report = HeadReport(
+        seconds=round(time.monotonic() - start, 1),
+        answer_tokens=sum(len(t.tokens) - t.first_answer for t in learned if t.first_answer),
+        passage_tokens=sum(len(t.tokens) for t in learned if not t.first_answer),
+        in_draft_vocab=round(in_vocab, 4),
+        agreement=tuple(round(share, 4) for share in agreement),
+    )
+    _write(folder, trainer.head, vocab, json.loads((model / "config.json").read_text()), settings)
+    return report
+
+
+def _texts(model: Path, settings: HeadSettings) -> Iterator[tuple[Tensor, int]]:
+    """The tokens of each text, and the place of its first own token."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    num_openings = settings.answers // 4
+    chats = [
+        [{"role": "user", "content": question}]
+        for question in itertools.islice(questions(settings.seed), settings.answers - num_openings)
+    ]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    prompts += list(itertools.islice(openings(settings.seed), num_openings))
+    asked = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    for prompt, answer in zip(asked, answers(model, asked, settings.answer_tokens, settings.seed), strict=True):
+        yield torch.tensor(prompt + answer), len(prompt)
+    for text in itertools.islice(passages(settings.seed), settings.passages):
+        limits = {"truncation": True, "max_length": settings.passage_tokens}
+        yield tokenizer(text, add_special_tokens=False, return_tensors="pt", **limits)["input_ids"][0], 0
+
+
+def read_texts(
+    target: PreTrainedModel, texts: Iterable[tuple[Tensor, int]], settings: HeadSettings, bar: Progress
+) -> Iterator[Text]:
+    """Let the target read texts, a few of like length at a time; those that are too short are left out.
+
+    Args:
+        target: a Llama model.
+        texts: of each its tokens, ``[T]`` int64, and `Text.first_answer`.
+        settings: say what of the target's layers is kept.
+        bar: shows how far it is.
+    """
+    found = [(tokens, first) for tokens, first in texts if len(tokens) >= _SHORTEST]
+    order = sorted(range(len(found)), key=lambda i: len(found[i][0]))
+    kept: dict[int, Tensor] = {}
+    hooks = []
+    layers = target.model.layers
+
+    def keep(place: int) -> Callable[..., None]:
+        return lambda module, args: kept.__setitem__(place, args[0])
+
+    for place in settings.feature_layers:
+        module = layers[place] if place < len(layers) else target.model.norm
+        hooks.append(module.register_forward_pre_hook(keep(place)))
+    features: dict[int, Tensor] = {}
+    task = bar.add_task("the model reads", total=len(found))
+    for rows in _rows([len(found[i][0]) for i in order], settings.step_tokens):
+        numbers = [order[row] for row in rows]
+        batch = nn.utils.rnn.pad_sequence([found[i][0] for i in numbers], batch_first=True)
+        with torch.inference_mode():
+            target.model(batch, use_cache=False)
+        whole = torch.cat([kept[place] for place in settings.feature_layers], dim=-1)
+        for i, row in zip(numbers, whole, strict=True):
+            features[i] = row[: len(found[i][0])].clone()
+        bar.advance(task, len(rows))
+    for hook in hooks:
+        hook.remove()
+    for i, (tokens, first) in enumerate(found):
+        yield Text(tokens, features[i], first)
+
+
+def _rows(lengths: list[int], most_tokens: int) -> Iterator[list[int]]:
+    """Rows of one batch after another, for ascending lengths; a batch has at most ``most_tokens`` with its padding."""
+    rows: list[int] = []
+    for row, length in enumerate(lengths):
+        if rows and (len(rows) + 1) * length > most_tokens:
+            yield rows
+            rows = []
+        rows.append(row)
+    yield rows
+
+
+def _draft_vocab(texts: list[Text], size: int) -> Tensor:
+    """The tokens that are most frequent, ascending."""
+    counts = torch.bincount(torch.cat([text.tokens for text in texts]))
+    return counts.topk(min(size, len(counts))).indices.sort().values
+
+
+class Trainer:
+    """Trains one head.
+
+    Args:
+        target: a Llama model.
+        vocab: the ids of the tokens that the head can draft, ascending.
+        settings: of the training.
+    """
+
+    def __init__(self, target: PreTrainedModel, vocab: Tensor, settings: HeadSettings) -> None:
+        config = target.config
+        self.settings, self.vocab = settings, vocab
+        self._embedding = target.model.embed_tokens.weight.detach()
+        self._last_norm = target.model.norm
+        self._lm_head = target.lm_head.weight.detach()
+        shape = HeadShape(
+            width=config.hidden_size,
+            mlp_width=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            rope_theta=config.rope_parameters["rope_theta"],
+            norm_eps=config.rms_norm_eps,
+            num_features=len(settings.feature_layers),
+            draft_vocab_size=len(vocab),
+        )
+        self.head = EagleHead(shape)
+        self._begin_from(target)
+
+    @torch.no_grad()
+    def _begin_from(self, target: PreTrainedModel) -> None:
+        """Begin with the target's last layer, which reads its last hidden states; embeddings have no weight yet."""
+        head, layer, width = self.head, target.model.layers[-1], self.head.shape.width
+        for name in "qkv":
+            weight = getattr(head.midlayer.self_attn, f"{name}_proj").weight
+            weight[:, width:] = getattr(layer.self_attn, f"{name}_proj").weight
+            weight[:, :width].mul_(0.5)
+        head.midlayer.self_attn.o_proj.load_state_dict(layer.self_attn.o_proj.state_dict())
+        head.midlayer.mlp.load_state_dict(layer.mlp.state_dict())
+        head.midlayer.hidden_norm.load_state_dict(layer.input_layernorm.state_dict())
+        head.midlayer.post_attention_layernorm.load_state_dict(layer.post_attention_layernorm.state_dict())
+        head.norm.load_state_dict(target.model.norm.state_dict())
+        head.lm_head.weight.copy_(self._lm_head[self.vocab])
+        head.fc.weight.mul_(0.5)
+        head.fc.weight[:, -width:] += torch.eye(width)
+
+    def fit(self, texts: list[Text], bar: Progress) -> None:
+        """Train on texts."""
+        settings = self.settings
+        rng = random.Random(settings.seed)
+        texts = sorted(texts, key=lambda text: len(text.tokens))
+        batches = list(_rows([len(text.tokens) for text in texts], settings.step_tokens))
+        num_steps = settings.epochs * len(batches)
+        optimizers = self._optimizers()
+        schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: _rate(step / num_steps)) for o in optimizers]
+        task = bar.add_task("the head learns", total=num_steps)
+        for _ in range(settings.epochs):
+            rng.shuffle(batches)
+            for rows in batches:
+                loss = self._loss([texts[row] for row in rows])
+                loss.backward()
+                for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    schedule.step()
+                bar.update(task, advance=1, description=f"the head learns, loss {loss.item():.2f}")
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        by_size: dict[torch.Size, list[nn.Parameter]] = {}
+        others: list[nn.Parameter] = []
+        for name, parameter in self.head.named_parameters():
+            is_matrix = parameter.ndim == 2 and name != "lm_head.weight"
+            (by_size.setdefault(parameter.shape, []) if is_matrix else others).append(parameter)
+        return [
+            *(Muon(matrices, self.settings.matrix_rate, dtype=torch.bfloat16) for matrices in by_size.values()),
+            torch.optim.Adam(others, self.settings.vector_rate, betas=(0.9, 0.95), fused=True),
+        ]
+
+    def _hidden(self, batch: list[Text]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """What the head makes of texts, by pass; the target's last hidden states; which places count."""
+        passes = self.settings.passes
+        tokens = nn.utils.rnn.pad_sequence([text.tokens for text in batch], batch_first=True)
+        features = nn.utils.rnn.pad_sequence([text.features for text in batch], batch_first=True)
+        # A place needs the tokens of all passes behind it.
+        length = tokens.shape[1] - passes
+        embeds = [self._embedding[tokens[:, 1 + i : 1 + i + length]] for i in range(passes)]
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.head(features[:, :length], embeds)
+        last = self._last_norm(features[..., -self.head.shape.width :])
+        lengths = torch.tensor([len(text.tokens) for text in batch])
+        counts = torch.arange(length) < (lengths - passes)[:, None]
+        return hidden, last.detach(), counts
+
+    def _loss(self, batch: list[Text]) -> Tensor:
+        hidden, last, counts = self._hidden(batch)
+        lm_head = self._lm_head[self.vocab]
+        loss = torch.zeros(())
+        for i, states in enumerate(hidden):
+            places = slice(1 + i, 1 + i + states.shape[1])
+            with torch.autocast("cpu", torch.bfloat16):
+                drafts = self.head.lm_head(states[counts])
+                teacher = functional.linear(last[:, places][counts], lm_head)
+            teacher = teacher.float().softmax(dim=-1)
+            loss = loss + 0.7**i * functional.cross_entropy(drafts.float(), teacher)
+        return loss
+
+    @torch.inference_mode()
+    def agreement(self, texts: list[Text]) -> tuple[list[float], float]:
+        """By pass the share of own tokens whose draft is the target's greedy choice; how many can be drafted."""
+        same, total, in_vocab = [0] * self.settings.passes, 0, 0
+        for text in texts:
+            hidden, last, _ = self._hidden([text])
+            first = max(text.first_answer - 1, 0)
+            for i, states in enumerate(hidden):
+                choices = functional.linear(last[0, 1 + i :], self._lm_head).argmax(dim=-1)[: states.shape[1]]
+                drafts = self.vocab[self.head.lm_head(states[0].float()).argmax(dim=-1)]
+                same[i] += int((drafts == choices)[first:].sum())
+                if i == 0:
+                    total += len(choices[first:])
+                    in_vocab += int(torch.isin(choices[first:], self.vocab).sum())
+        return [count / total for count in same], in_vocab / total
+
+
+def _rate(progress: float) -> float:
+    """The learning rate's factor at ``progress`` in [0, 1]: warm-up, then half a cosine."""
+    return min(1.0, progress / 0.05 + 0.02) * (0.5 + 0.5 * math.cos(math.pi * progress))
+
+
+def _write(folder: Path, head: EagleHead, vocab: Tensor, target: dict[str, Any], settings: HeadSettings) -> None:
+    weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
+    weights["d2t"] = vocab - torch.arange(len(vocab))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = head_config(head.shape, target, settings.feature_layers)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _progress_bar() -> Progress:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print("training an EAGLE head, some ten minutes", highlight=False)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
