@@ -36,9 +36,11 @@ class _Batch:
         self.token_ids = torch.randint(_DIFFERENT_TOKENS, size, dtype=torch.int32, device=device, generator=generator)
         self.num_tokens = self.full(_NUM_TOKENS)
         self.idx_mapping = torch.arange(self.num_reqs, dtype=torch.int32, device=device)
-        self.limits = self.full(self.width)
+        self.limits = drafts.Limits(self.full(self.width), self.full(1))
+        self.by_state = drafts.DraftCounts(self.full(0), self.full(0))
         self.num_model = min(_NUM_STEPS, self.width)
         self.drafts = torch.zeros((self.num_reqs, self.width), dtype=torch.int64, device=device)
+        self.model_drafts = torch.zeros((self.num_reqs, self.num_model), dtype=torch.int64, device=device)
         self.one = torch.ones(1, dtype=torch.int64, device=device)
 
     def full(self, value: int) -> torch.Tensor:
@@ -65,21 +67,19 @@ class _Batch:
 
 def _fill_drafts(b: _Batch) -> DraftCall:
     sizes = {"min_ngram_size": 2, "max_ngram_size": 5}
-    return DraftCall(
-        ngram.fill_drafts, **b.texts, drafts=b.drafts, num_model_steps=b.num_model, max_drafts=b.limits, **sizes
-    )
+    return DraftCall(ngram.fill_drafts, *b.texts.values(), b.drafts, b.model_drafts, b.limits, b.by_state, **sizes)
 
 
 def _continue_forecasts(b: _Batch) -> DraftCall:
     forecast = torch.zeros((b.num_reqs, _FORECAST), dtype=torch.int32, device=b.device)
     about = (b.full(_FORECAST), b.full(_NUM_TOKENS - 2), b.full(0))
-    options = {"num_model_steps": b.num_model, "max_drafts": b.limits}
+    options = {"model_drafts": b.model_drafts, "limits": b.limits, "by_state": b.by_state}
     return DraftCall(drafts.continue_forecasts, *b.texts.values(), b.drafts, forecast, *about, **options)
 
 
 def _write_one_hot_rows(b: _Batch) -> DraftCall:
     logits = torch.empty((b.num_reqs, b.width, b.vocab_size), dtype=torch.float32, device=b.device)
-    return DraftCall(drafts.write_one_hot_rows, logits, b.idx_mapping, b.drafts, b.limits, b.full(b.num_model))
+    return DraftCall(drafts.write_one_hot_rows, logits, b.idx_mapping, b.drafts, b.full(b.width), b.full(b.num_model))
 
 
 def _count_drafts(b: _Batch) -> DraftCall:
@@ -87,7 +87,9 @@ def _count_drafts(b: _Batch) -> DraftCall:
     of_requests = torch.zeros((b.num_reqs, 3), dtype=torch.int64, device=b.device)
     bounds = torch.arange(b.num_reqs + 1, dtype=torch.int32, device=b.device) * (b.width + 1)
     step = (b.full(2), bounds, b.idx_mapping)
-    return DraftCall(counts.count_drafts, counted, of_requests, *step, b.limits, b.full(b.num_model), b.full(NGRAM))
+    return DraftCall(
+        counts.count_drafts, counted, of_requests, *step, b.full(b.width), b.full(b.num_model), b.full(NGRAM)
+    )
 
 
 def _adapt(b: _Batch) -> DraftCall:
@@ -95,15 +97,16 @@ def _adapt(b: _Batch) -> DraftCall:
     state = b.state()
     prices = torch.ones(b.num_model, dtype=torch.int64, device=b.device)
     totals = torch.zeros(arbiter.NUM_TOTALS, dtype=torch.int64, device=b.device)
-    guess = torch.zeros((b.num_reqs, b.width), dtype=torch.int32, device=b.device)
+    guess, lengths = torch.zeros((b.num_reqs, b.width), dtype=torch.int32, device=b.device), b.full(b.width)
+    outputs = b.drafts, b.by_state, b.full(NGRAM)
 
     def step() -> None:
         arbiter.judge_and_update(state, **b.texts, num_new=b.one)
-        arbiter.offer_model(state, b.idx_mapping, b.drafts[:, : b.num_model])
+        arbiter.offer_model(state, b.idx_mapping, b.limits, b.model_drafts)
         sizes = {"min_ngram_size": 2, "max_ngram_size": 5, "match_len_cap": 24}
         arbiter.offer_ngrams(state, **b.texts, limits=b.limits, **sizes)
-        arbiter.offer_chain(state, b.num_model + 1, b.idx_mapping, guess, b.limits, b.full(0))
-        chosen = arbiter.choose(state, b.num_tokens, b.idx_mapping, b.limits, b.one, b.drafts)
+        arbiter.offer_chain(state, b.num_model + 1, b.idx_mapping, guess, lengths, b.full(0))
+        chosen = arbiter.choose(state, b.num_tokens, b.idx_mapping, b.limits, b.one, *outputs)
         options = {"most_credit": 4 * ONE.value}
         arbiter.settle(state, b.idx_mapping, chosen.values, prices, b.one, b.one.clone(), **options)
         arbiter.plan_passes(state, b.idx_mapping, b.limits, prices, totals)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import counts as kernels
-from vllm_specplus.kernels.counts import count_drafts, mark_padding
+from vllm_specplus.kernels.counts import count_drafts, count_steps, mark_padding
 from vllm_specplus.runners.request_counts import count_drafts as count_on_host
 from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
@@ -220,12 +220,14 @@ def compile_ahead_of_time():
     ints = torch.zeros(300, dtype=torch.int32)
     mark_padding(ints, ints, ints)
     mark_padding(ints, ints, ints, ints.bool())
-    print("compiled", len(kernel.compiled), len(padding.compiled))
+    kernels._steps_kernel = steps = AheadOfTime(kernels._steps_kernel)
+    count_steps(ints.long()[:3, None].expand(3, 3).contiguous(), ints[:4], ints[:3])
+    print("compiled", len(kernel.compiled), len(padding.compiled), len(steps.compiled))
 
 
 def test_the_kernel_compiles_for_a_gpu(tmp_path):
     code = "from tests.kernels import test_counts; test_counts.compile_ahead_of_time()"
-    assert "compiled 3 2" in run_without_interpreter(code, tmp_path)
+    assert "compiled 3 2 1" in run_without_interpreter(code, tmp_path)
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -239,3 +241,12 @@ def test_padding(masked: bool) -> None:
         expected |= invalid
     assert torch.equal(mark_padding(positions, states, num_drafts, invalid), expected)
     assert mark_padding(positions[:0], states[:0], num_drafts).shape == (0,)
+
+
+def test_steps_count_for_requests_that_got_tokens(monkeypatch):
+    monkeypatch.setattr(kernels, "_BLOCK", 2)
+    counts, rows = torch.full((6, 3), 10), torch.tensor([4, 0, 2], dtype=torch.int32)
+    count_steps(counts, torch.tensor([2, 0, 1, 9], dtype=torch.int32), rows)
+    assert counts[:, 0].tolist() == [10, 10, 11, 10, 11, 10]
+    assert (counts[:, 1:] == 10).all()
+    count_steps(counts, rows, rows[:0])

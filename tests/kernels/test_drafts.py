@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import drafts as kernels
 from vllm_specplus.kernels.drafts import (
-    begin_drafts,
+    DraftCounts,
+    Limits,
     continue_forecasts,
-    finish_drafts,
+    place_drafts,
     prefer_forecasts,
     report_tokens,
     write_one_hot_rows,
@@ -36,13 +37,14 @@ class Request:
     model: list[int]
     limit: int
     replaces: bool = False
+    num_sampled: int = 1
     # Tokens behind the forecast's end; they would agree if they were read.
     unread: tuple[int, ...] = ()
 
 
 def continued(request: Request, width: int) -> tuple[list[int], int]:
     """The drafts of `continue_forecasts` in plain Python, and how many of them are the model's."""
-    model, limit = request.model, min(request.limit, width)
+    model, limit = request.model, min(request.limit, width) if request.num_sampled else 0
     alone = model[:limit], min(len(model), limit)
     if len(request.text) < request.base_len:
         return alone
@@ -74,12 +76,13 @@ def run(
     rows = list(range(num_reqs)) if rows is None else rows
     token_ids = torch.full((2 * num_reqs, MAX_LEN + 3), VALUES[0], dtype=torch.int32)[:, :MAX_LEN]
     num_tokens = torch.full((2 * num_reqs,), MAX_LEN, dtype=torch.int32)
-    drafts = torch.full((num_reqs, width + 2), SENTINEL)
+    drafts, model = torch.full((2, num_reqs, width + 2), SENTINEL)
+    by_state = DraftCounts(*torch.full((2, 2 * num_reqs), SENTINEL, dtype=torch.int32))
     forecast = torch.full((num_reqs, num_columns), -1, dtype=torch.int32)
     for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
         token_ids[row, : len(request.text)] = torch.tensor(request.text, dtype=torch.int32)
         num_tokens[row] = len(request.text)
-        drafts[i, :num_steps] = torch.tensor(request.model)
+        model[i, :num_steps] = torch.tensor(request.model)
         there = [*request.forecast, *request.unread][:num_columns]
         forecast[i, : len(there)] = torch.tensor(there, dtype=torch.int32)
 
@@ -97,16 +100,20 @@ def run(
         per_request([len(request.forecast) for request in requests]),
         per_request([request.base_len for request in requests]),
         per_request([int(request.replaces) for request in requests]),
-        num_model_steps=num_steps,
-        max_drafts=per_request([request.limit for request in requests]),
+        model_drafts=model[:, :num_steps] if num_steps else None,
+        limits=Limits(*(per_request([getattr(r, name) for r in requests]) for name in ("limit", "num_sampled"))),
+        by_state=by_state,
     )
     assert all(torch.equal(t, copy) for t, copy in zip(inputs, before, strict=True))
     assert torch.all(drafts[:, width:] == SENTINEL)
     assert num_drafts.dtype == num_model.dtype == torch.int32
+    for noted, counts in zip(by_state, (num_drafts, num_model), strict=True):
+        assert torch.equal(noted[rows], counts)
+        assert torch.sum(noted != SENTINEL) == num_reqs
     found = []
     for row, count, of_model in zip(drafts[:, :width].tolist(), num_drafts.tolist(), num_model.tolist(), strict=True):
         assert of_model <= count <= width
-        assert row[count:] == [-1] * (width - count)
+        assert row[count:] == [0] * (width - count)
         found.append((row[:count], of_model))
     return found
 
@@ -181,6 +188,7 @@ def test_equals_plain_python(batch):
         pytest.param([5, 6, 7, 8, 9], [7], {"limit": 2}, ([7, 8], 1), id="limited"),
         pytest.param([5, 6, 7, 8, 9], [7, 8], {"limit": 1}, ([7], 1), id="limited to some of the model's"),
         pytest.param([5, 6, 8], [7, 8], {"limit": 0, "replaces": True}, ([], 0), id="limited to none"),
+        pytest.param([5, 6, 7], [7, 8], {"num_sampled": 0}, ([], 0), id="in its prompt"),
         pytest.param([5, 6], [7], {"base_len": 4}, ([7], 1), id="made of more tokens than there are"),
     ],
 )
@@ -233,8 +241,9 @@ def arguments(num_reqs=2, width=4, **changes):
         "num_forecast": per_request(2 * width + 1),
         "base_len": per_request(8),
         "replaces_model": per_request(0),
-        "num_model_steps": 1,
-        "max_drafts": per_request(width),
+        "model_drafts": torch.zeros(num_reqs, 1, dtype=torch.int64),
+        "limits": Limits(per_request(width), per_request(1)),
+        "by_state": DraftCounts(per_request(0), per_request(0)),
     } | changes
 
 
@@ -274,26 +283,24 @@ def test_safe_to_capture_in_a_cuda_graph(monkeypatch):
 
 def compile_ahead_of_time():
     """Run in a process of its own: compile the kernels as they are launched."""
-    names = ("_begin_kernel", "_report_kernel", "_finish_kernel", "_prefer_kernel")
+    names = ("_report_kernel", "_place_kernel", "_prefer_kernel")
     around = {name: AheadOfTime(getattr(kernels, name)) for name in names}
     for name, kernel in around.items():
         setattr(kernels, name, kernel)
-    drafts, rows, counts = torch.zeros(3, 5, dtype=torch.int64), torch.arange(3), torch.zeros(4, 3, dtype=torch.int64)
-    ints = torch.zeros(3, dtype=torch.int32)
-    begin_drafts(drafts, drafts[:, :2], ints, rows, ints, counts, 5)
-    begin_drafts(drafts, None, ints, rows, ints, counts, 0)
-    report_tokens(torch.zeros(4, 9, dtype=torch.int32), ints, rows, ints, drafts[:, :2], 5)
-    finish_drafts(drafts, rows, ints, ints, ints, ints)
-    prefer_forecasts(drafts, ints, ints, drafts, ints, ints, rows, ints, 1, 2)
+    drafts, rows, ints = torch.zeros(3, 5, dtype=torch.int64), torch.arange(3), torch.zeros(3, dtype=torch.int32)
+    limits, by_state = Limits(ints, ints), DraftCounts(ints, ints)
+    report_tokens(torch.zeros(4, 9, dtype=torch.int32), ints, rows, limits, drafts[:, :2], 5)
+    place_drafts(drafts, drafts.int(), ints, ints, rows, by_state)
+    prefer_forecasts(drafts, ints, ints, drafts, ints, ints, rows, ints, 1, 2, by_state)
     assert all(kernel.compiled for kernel in around.values())
     goes_on, one_hot = AheadOfTime(kernels._continue_kernel), AheadOfTime(kernels._one_hot_kernel)
     kernels._continue_kernel, kernels._one_hot_kernel = goes_on, one_hot
     continue_forecasts(**arguments())
-    continue_forecasts(**arguments(width=5, num_model_steps=0, idx_mapping=torch.arange(2, dtype=torch.int32)))
+    continue_forecasts(**arguments(width=5, model_drafts=None, idx_mapping=torch.arange(2, dtype=torch.int32)))
     continue_forecasts(**arguments(width=1, forecast=torch.zeros(2, 1, dtype=torch.int32)))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         write_one_hot_rows(**one_hot_arguments(vocab_size=151_936, dtype=dtype))
-    continue_forecasts(**arguments(agreed=ints[:2]))
+    continue_forecasts(**arguments(agreed=ints[:2], by_state=None, model_drafts=None))
     print("compiled", len(goes_on.compiled), len(one_hot.compiled))
 
 
@@ -302,42 +309,28 @@ def test_kernels_compile_for_a_gpu(tmp_path):
     assert "compiled 4 3" in run_without_interpreter(code, tmp_path)
 
 
-@pytest.mark.parametrize("num_steps", [None, 0, 2, 5])
-@pytest.mark.parametrize("width", [0, 3, 5])
-def test_begin(num_steps: int | None, width: int) -> None:
-    drafts = torch.full((3, 7), SENTINEL)
-    model = None if num_steps is None else torch.arange(24).reshape(3, 8)[:, :num_steps]
-    rows, num_sampled = torch.tensor([4, 0, 2], dtype=torch.int32), torch.tensor([2, 0, 1, 9], dtype=torch.int32)
-    max_drafts, counts = torch.full((3,), SENTINEL, dtype=torch.int32), torch.full((6, 3), 10)
-    begin_drafts(drafts[:, :5], model, num_sampled, rows, max_drafts, counts, width)
-    assert max_drafts.tolist() == [width, 0, width]
-    assert counts[:, 0].tolist() == [10, 10, 11, 10, 11, 10]
-    assert (counts[:, 1:] == 10).all()
-    steps = num_steps or 0
-    if model is not None:
-        assert torch.equal(drafts[:, :steps], model)
-    assert (drafts[:, steps:] == SENTINEL).all()
-
-
 @pytest.mark.parametrize("num_steps", [0, 2, 5])
 def test_report(num_steps: int) -> None:
     token_ids = torch.arange(100, 160, dtype=torch.int32).reshape(4, 15)[:, :12]
     num_tokens = torch.tensor([12, 0, 1, 4], dtype=torch.int32)
-    rows, most = torch.tensor([3, 0, 2], dtype=torch.int32), torch.tensor([5, 0, 2], dtype=torch.int32)
+    rows, most = torch.tensor([3, 0, 2], dtype=torch.int32), torch.tensor([5, 4, 2], dtype=torch.int32)
+    limits = Limits(most, torch.tensor([1, 0, 3, 7], dtype=torch.int32))
     drafts = torch.arange(21).reshape(3, 7)[:, :5]
-    report = report_tokens(token_ids, num_tokens, rows, most, drafts[:, :num_steps], 5).tolist()
+    report = report_tokens(token_ids, num_tokens, rows, limits, drafts[:, :num_steps], 5).tolist()
     for i, row in enumerate(rows.tolist()):
         length = int(num_tokens[row])
         latest = [int(token_ids[row, max(length - 1 - back, 0)]) for back in range(6)]
-        assert report[i] == [length, int(most[i]), *latest, *drafts[i, :num_steps].tolist()]
+        assert report[i] == [length, [5, 0, 2][i], *latest, *drafts[i, :num_steps].tolist()]
 
 
-def test_finish() -> None:
-    drafts = torch.tensor([[7, -1, -1, -1], [0, 2**31 - 1, 5, -1]])
-    by_state = torch.full((2, 4), SENTINEL, dtype=torch.int32)
-    counts = torch.tensor([[1, 2], [0, 1]], dtype=torch.int32)
-    finish_drafts(drafts[:, :3], torch.tensor([3, 1], dtype=torch.int32), *counts, *by_state)
-    assert drafts.tolist() == [[7, 0, 0, -1], [0, 2**31 - 1, 5, -1]]
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_place(dtype: torch.dtype) -> None:
+    drafts = torch.full((2, 5), SENTINEL)
+    token_ids = torch.tensor([[7, -1, 3, 8], [0, 2**31 - 1, 5, 8]], dtype=dtype)
+    counts, by_state = torch.tensor([[1, 2], [0, 1]], dtype=torch.int32), torch.full((2, 4), SENTINEL).int()
+    rows = torch.tensor([3, 1], dtype=torch.int32)
+    place_drafts(drafts[:, :3], token_ids, *counts, rows, DraftCounts(*by_state))
+    assert drafts.tolist() == [[7, 0, 0, SENTINEL, SENTINEL], [0, 2**31 - 1, 0, SENTINEL, SENTINEL]]
     assert by_state.tolist() == [[SENTINEL, 2, SENTINEL, 1], [SENTINEL, 1, SENTINEL, 0]]
 
 
@@ -347,8 +340,12 @@ def test_prefer() -> None:
     counts = torch.tensor([[2, 0, 3, 3], [1, 0, 2, 2]], dtype=torch.int32)
     about = torch.tensor([[3, 2, 0, 1], [1, -1, 5, 0]], dtype=torch.int32)
     sources, rows = torch.full((6,), SENTINEL, dtype=torch.int32), torch.tensor([5, 1, 0, 2])
-    num_drafts, num_model = prefer_forecasts(drafts, *counts, forecast, *about, rows, sources, 10, 20)
+    by_state = DraftCounts(*torch.full((2, 6), SENTINEL, dtype=torch.int32))
+    num_drafts, num_model = prefer_forecasts(drafts, *counts, forecast, *about, rows, sources, 10, 20, by_state)
     assert drafts.tolist() == [[0, 1, 2], [3, 4, 5], [7, 7, 7], [7, 7, 7]]
     assert num_drafts.tolist() == [3, 2, 3, 3]
     assert num_model.tolist() == [0, 0, 2, 2]
     assert sources.tolist() == [20, 10, 20, SENTINEL, SENTINEL, 10]
+    for noted, new in zip(by_state, (num_drafts, num_model), strict=True):
+        assert torch.equal(noted[rows], new)
+        assert torch.sum(noted == SENTINEL) == 2

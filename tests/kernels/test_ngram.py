@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.kernels.launches import Launches, OnlyTorch
 from tests.proposers.reference import make_history
 from vllm_specplus.kernels import ngram
+from vllm_specplus.kernels.drafts import DraftCounts, Limits
 from vllm_specplus.kernels.ngram import fill_drafts, scratch_shape
 from vllm_specplus.proposers import HybridDrafter, NgramMatcher
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
@@ -19,11 +20,11 @@ SENTINEL = -99
 MAX_LEN = 48
 
 
-def fill(texts, model=None, *, width=4, max_len=MAX_LEN, pad=0, max_drafts=None, **options):
+def fill(texts, model=None, *, width=4, max_len=MAX_LEN, pad=0, max_drafts=None, num_sampled=None, **options):
     """Drafts and number of model drafts of each request; None in `texts` is a place without a request.
 
     Rows are strided and stand in reverse order among rows of other requests. All other tokens are `pad`. Outputs hold
-    a sentinel at first.
+    a sentinel at first. By default no request is limited, and each got a token.
     """
     num_reqs = len(texts)
     model = [[] for _ in texts] if model is None else model
@@ -31,9 +32,9 @@ def fill(texts, model=None, *, width=4, max_len=MAX_LEN, pad=0, max_drafts=None,
     token_ids = torch.full((2 * num_reqs, max_len + 3), pad, dtype=torch.int32)[:, :max_len]
     num_tokens = torch.full((2 * num_reqs,), 1, dtype=torch.int32)
     idx_mapping = torch.tensor([2 * (num_reqs - i) - 1 for i in range(num_reqs)], dtype=torch.int32)
-    drafts = torch.full((num_reqs, width + 2), SENTINEL)
+    drafts, model_drafts = torch.full((2, num_reqs, width + 2), SENTINEL)
     for i, text in enumerate(texts):
-        drafts[i, :num_steps] = torch.tensor(model[i])
+        model_drafts[i, :num_steps] = torch.tensor(model[i])
         if text is None:
             idx_mapping[i] = -1
         else:
@@ -41,34 +42,50 @@ def fill(texts, model=None, *, width=4, max_len=MAX_LEN, pad=0, max_drafts=None,
             num_tokens[idx_mapping[i]] = len(text)
 
     shape = scratch_shape(num_reqs, max_len)
-    counts = [torch.full((num_reqs,), SENTINEL, dtype=torch.int32) for _ in range(2)]
+    by_state = DraftCounts(*(torch.full((2 * num_reqs,), SENTINEL, dtype=torch.int32) for _ in range(2)))
     before = token_ids.clone()
-    returned = fill_drafts(
+    limits = Limits(
+        torch.tensor([width] * num_reqs if max_drafts is None else max_drafts, dtype=torch.int32),
+        torch.tensor([1] * num_reqs if num_sampled is None else num_sampled, dtype=torch.int32),
+    )
+    counts = fill_drafts(
         token_ids,
         num_tokens,
         idx_mapping,
         drafts[:, :width],
-        num_model_steps=num_steps,
-        max_drafts=None if max_drafts is None else torch.tensor(max_drafts, dtype=torch.int32),
-        num_drafts=counts[0],
-        num_model=counts[1],
+        model_drafts[:, :num_steps],
+        limits,
+        by_state,
         # A huge key would win if it were read.
         scratch=torch.full((num_reqs + 1, *shape[1:]), 2**62),
         **options,
     )
-    assert [t.data_ptr() for t in returned] == [t.data_ptr() for t in counts]
+    for noted, count in zip(by_state, counts, strict=True):
+        there = idx_mapping >= 0
+        assert torch.equal(noted[idx_mapping[there]], count[there])
+        assert torch.sum(noted == SENTINEL) == len(noted) - torch.sum(there)
     assert torch.equal(token_ids, before)
     assert torch.all(drafts[:, width:] == SENTINEL)
     lists = []
     for row, count in zip(drafts[:, :width].tolist(), counts[0].tolist(), strict=True):
         assert count <= width
-        assert row[count:] == [-1] * (width - count)
+        assert row[count:] == [0] * (width - count)
         lists.append(row[:count])
     return lists, counts[1].tolist()
 
 
 def expect(
-    texts, model, *, width, max_len, max_drafts, min_ngram_size, max_ngram_size, match_override_len, takes_first
+    texts,
+    model,
+    *,
+    width,
+    max_len,
+    max_drafts,
+    num_sampled,
+    min_ngram_size,
+    max_ngram_size,
+    match_override_len,
+    takes_first,
 ):
     """The drafts of the proposers for the same requests."""
     requests = {str(i): text for i, text in enumerate(texts) if text is not None}
@@ -76,7 +93,7 @@ def expect(
     if not requests:
         return lists, num_model
     places = [int(i) for i in requests]
-    limits = np.array([width if max_drafts is None else max_drafts[i] for i in places])
+    limits = np.array([max_drafts[i] * bool(num_sampled[i]) for i in places])
     matcher = NgramMatcher(
         len(texts),
         max_len,
@@ -124,7 +141,8 @@ def batches(draw):
         "model": [draw(st.lists(tokens, min_size=num_steps, max_size=num_steps)) for _ in texts],
         "width": width,
         "max_len": max_len,
-        "max_drafts": draw(st.none() | limits),
+        "max_drafts": draw(st.just([width] * num_reqs) | limits),
+        "num_sampled": draw(st.lists(st.sampled_from([1, 1, 0, 4]), min_size=num_reqs, max_size=num_reqs)),
         "min_ngram_size": min_size,
         "max_ngram_size": min_size + draw(st.integers(0, 4)),
         "match_override_len": draw(st.sampled_from([0, 1, 2, 3, 5, 9, 64])),
@@ -164,6 +182,7 @@ REPEAT = [7, 8, 7, 8, 7]
         pytest.param(TEXT, [3], {"max_drafts": [3]}, ([3, 4, 5], 1), id="limited"),
         pytest.param(TEXT, [3, 4], {"max_drafts": [1]}, ([3], 1), id="limited to some of the model's"),
         pytest.param(TEXT, [3], {"max_drafts": [0], "match_override_len": 1}, ([], 0), id="limited to none"),
+        pytest.param(TEXT, [3], {"num_sampled": [0], "match_override_len": 1}, ([], 0), id="in its prompt"),
         pytest.param(TEXT, [3], {"max_drafts": [9]}, ([3, 4, 5, 1], 1), id="limited to more than the slots"),
         pytest.param(TEXT, [8], {"match_override_len": 2}, ([9, 1, 2, 9], 0), id="overridden"),
         pytest.param(TEXT, [8], {"match_override_len": 3}, ([8], 1), id="below the threshold"),
@@ -220,12 +239,15 @@ def test_more_tokens_than_a_row_holds():
     """A count past the row's end must not lead into the next row."""
     token_ids = torch.tensor([[1, 2, 1], [2, 2, 2]], dtype=torch.int32)
     drafts = torch.full((1, 2), SENTINEL)
+    one = torch.ones(1, dtype=torch.int32)
     num_drafts, num_model = fill_drafts(
         token_ids,
         torch.tensor([5, 3], dtype=torch.int32),
         torch.tensor([0]),
         drafts,
-        num_model_steps=0,
+        drafts[:, :0],
+        Limits(2 * one, one),
+        DraftCounts(*torch.zeros(2, 2, dtype=torch.int32)),
         min_ngram_size=1,
         max_ngram_size=2,
     )
@@ -235,18 +257,18 @@ def test_more_tokens_than_a_row_holds():
 
 def arguments(num_reqs=2, max_len=16, width=4, **changes):
     """Valid and complete arguments of `fill_drafts`, with `changes`."""
+    counts = torch.full((num_reqs,), width, dtype=torch.int32)
     return {
         "token_ids": torch.zeros(num_reqs, max_len, dtype=torch.int32),
         "num_tokens": torch.full((num_reqs,), max_len, dtype=torch.int32),
         "idx_mapping": torch.arange(num_reqs, dtype=torch.int32),
         "drafts": torch.zeros(num_reqs, width, dtype=torch.int64),
-        "num_model_steps": 2,
+        "model_drafts": torch.zeros(num_reqs, 2, dtype=torch.int64),
+        "limits": Limits(counts, counts),
+        "by_state": DraftCounts(counts.clone(), counts.clone()),
         "min_ngram_size": 1,
         "max_ngram_size": 3,
         "match_override_len": 5,
-        "max_drafts": torch.full((num_reqs,), width, dtype=torch.int32),
-        "num_drafts": torch.zeros(num_reqs, dtype=torch.int32),
-        "num_model": torch.zeros(num_reqs, dtype=torch.int32),
         "scratch": torch.zeros(scratch_shape(num_reqs, max_len), dtype=torch.int64),
     } | changes
 
@@ -254,9 +276,10 @@ def arguments(num_reqs=2, max_len=16, width=4, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_model_steps": 5}, "num_model_steps=5"),
-        ({"num_model_steps": -1}, "num_model_steps=-1"),
-        ({"drafts": torch.zeros(2, 0, dtype=torch.int64), "num_model_steps": 0}, "0 columns"),
+        ({"model_drafts": torch.zeros(2, 5, dtype=torch.int64)}, r"model_drafts must be \[2, <= 4\]"),
+        ({"model_drafts": torch.zeros(3, 2, dtype=torch.int64)}, r"model_drafts must be \[2, <= 4\]"),
+        ({"model_drafts": torch.zeros(2, 2)}, r"model_drafts must be torch\.int64"),
+        ({name: torch.zeros(2, 0, dtype=torch.int64) for name in ("drafts", "model_drafts")}, r"\[2, <= 0\]"),
         ({"min_ngram_size": 4}, "max_ngram_size=3"),
         ({"min_ngram_size": 0}, "min_ngram_size=0"),
         ({"match_override_len": -1}, "match_override_len=-1"),
@@ -266,9 +289,7 @@ def arguments(num_reqs=2, max_len=16, width=4, **changes):
         ({"drafts": torch.zeros(2, 4, dtype=torch.int32)}, r"drafts must be torch\.int64"),
         ({"num_tokens": torch.zeros(3, dtype=torch.int32)}, "num_tokens must"),
         ({"idx_mapping": torch.zeros(2)}, r"idx_mapping must be torch\.int32 or torch\.int64"),
-        ({"max_drafts": torch.zeros(2)}, "max_drafts must"),
-        ({"num_drafts": torch.zeros(4, dtype=torch.int32)[::2]}, "num_drafts must"),
-        ({"num_model": torch.zeros(1, dtype=torch.int32)}, "num_model must"),
+        ({"limits": Limits(torch.zeros(2), torch.zeros(2))}, "max_drafts must"),
         ({"scratch": torch.zeros(1, dtype=torch.int64)}, r"at least \(2, 1, 2\)"),
     ],
 )
@@ -288,7 +309,7 @@ def test_a_call_is_two_launches_whose_grids_depend_on_shapes_alone(monkeypatch):
     monkeypatch.setattr(ngram, "_search_kernel", search)
     monkeypatch.setattr(ngram, "_fill_kernel", finish)
     calls = [arguments(3, 5000), arguments(3, 5000, num_tokens=torch.zeros(3, dtype=torch.int32))]
-    with OnlyTorch():
+    with OnlyTorch(torch.ops.aten.empty, torch.ops.aten.empty_like):
         for call in calls:
             fill_drafts(**call)
     assert search.grids == [(3, 5)] * 2
@@ -300,8 +321,8 @@ def compile_ahead_of_time():
     search, finish = AheadOfTime(ngram._search_kernel), AheadOfTime(ngram._fill_kernel)
     ngram._search_kernel, ngram._fill_kernel = search, finish
     fill_drafts(**arguments(max_len=200_000))
-    fill_drafts(**arguments(match_override_len=0, max_drafts=None, idx_mapping=torch.arange(2)))
-    fill_drafts(**arguments(num_model_steps=0, max_ngram_size=1, max_drafts=None))
+    fill_drafts(**arguments(match_override_len=0, idx_mapping=torch.arange(2)))
+    fill_drafts(**arguments(model_drafts=torch.zeros(2, 0, dtype=torch.int64), max_ngram_size=1))
     print("compiled", len(search.compiled), len(finish.compiled))
 
 

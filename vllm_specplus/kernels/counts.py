@@ -1,6 +1,6 @@
-"""Counts on the device how drafts fared, so that no step waits for the host, and tells drafts from padding.
+"""Counts on the device steps and how drafts fared, so that no step waits for the host, and tells drafts from padding.
 
-A program counts for one request, or tells for one block of rows. The host reads the counts when somebody asks for them.
+A program counts for some requests, or tells for one block of rows. The host reads the counts when somebody asks.
 """
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from vllm_specplus.sources import MODEL, REFERENCE, SOURCES, UNFILLED
 
-_BLOCK = 256  # rows of a program
+_BLOCK = 256  # rows or requests of a program
 
 
 class _Step(NamedTuple):
@@ -50,7 +50,7 @@ def count_drafts(
         counts: [2, len(SOURCES), K] int64, contiguous, changed in place: drafted and accepted tokens by source and
             slot. A verified slot without a draft counts as ``unfilled``.
         request_counts: [max_num_reqs, 3] int64, contiguous, changed in place. Column 1 counts drafts of the reference,
-            column 2 those of them that were accepted. Column 0 stays.
+            column 2 those of them that were accepted. Column 0 is that of `count_steps`.
         num_sampled: [num_reqs] int32, tokens that each request got. A request with 0 is in its prefill and counts
             nothing.
         cu_num_rows: [num_reqs + 1] int32, where each request's rows begin; all but the first have a slot.
@@ -115,6 +115,36 @@ def _count_kernel(
     num_accepted = tl.sum((accepted & is_reference).to(tl.int64), axis=0)
     tl.store(p_request + 1, tl.load(p_request + 1) + drafted)
     tl.store(p_request + 2, tl.load(p_request + 2) + num_accepted)
+
+
+def count_steps(request_counts: torch.Tensor, num_sampled: torch.Tensor, idx_mapping: torch.Tensor) -> None:
+    """Count a step for each request that got tokens.
+
+    Args:
+        request_counts: [max_num_reqs, 3] int64, contiguous, changed in place: column 0 counts the steps.
+        num_sampled: [>= num_reqs] int32, tokens that each request got in this step.
+        idx_mapping: [num_reqs] int32 or int64, the row of each request in `request_counts`.
+    """
+    num_reqs = len(idx_mapping)
+    if num_reqs:
+        grid = (triton.cdiv(num_reqs, _BLOCK),)
+        _steps_kernel[grid](request_counts, num_sampled, idx_mapping, num_reqs, BLOCK=_BLOCK, num_warps=1)
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _steps_kernel(
+    request_counts_ptr,  # changed in place
+    num_sampled_ptr,
+    idx_mapping_ptr,
+    num_reqs,
+    BLOCK: tl.constexpr,
+):
+    """Grid (blocks of requests,)."""
+    i_reqs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_counted = tl.load(num_sampled_ptr + i_reqs, mask=i_reqs < num_reqs, other=0) > 0
+    rows = tl.load(idx_mapping_ptr + i_reqs, mask=is_counted, other=0).to(tl.int64)
+    p_steps = request_counts_ptr + rows * 3
+    tl.store(p_steps, tl.load(p_steps, mask=is_counted, other=0) + 1, mask=is_counted)
 
 
 def mark_padding(

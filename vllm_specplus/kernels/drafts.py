@@ -2,9 +2,9 @@
 
 | kernel             | programs                            | does                                                     |
 |--------------------|-------------------------------------|----------------------------------------------------------|
-| `_begin_kernel`    | requests                            | takes the model's drafts, and says how many there may be |
-| `_report_kernel`   | requests                            | gathers for the host the latest tokens and these drafts  |
-| `_finish_kernel`   | requests                            | pads with token 0, and notes the counts by request state |
+| `_report_kernel`   | requests                            | gathers for the host the latest tokens, and the model's  |
+|                    |                                     | drafts                                                   |
+| `_place_kernel`    | requests                            | takes over drafts that the host has made                 |
 | `_continue_kernel` | requests                            | compares a forecast with the tokens that came, and       |
 |                    |                                     | drafts its tokens behind them                            |
 | `_prefer_kernel`   | requests                            | puts a forecast in the place of other drafts             |
@@ -30,10 +30,39 @@ class Drafts(NamedTuple):
 
 
 class DraftCounts(NamedTuple):
-    """Both [num_reqs] int32: drafts of each request, and how many of them are the model's."""
+    """Both int32: drafts of each request, and how many of them are the model's. [num_reqs], or by request state."""
 
-    num_drafts_ptr: torch.Tensor
-    num_model_ptr: torch.Tensor
+    num_drafts_ptr: torch.Tensor | None
+    num_model_ptr: torch.Tensor | None
+
+
+class Limits(NamedTuple):
+    """What limits the drafts of each request of the batch."""
+
+    max_drafts_ptr: torch.Tensor  # [num_reqs] int32
+    num_sampled_ptr: torch.Tensor  # [>= num_reqs] int32 tokens that it got in this step; without any it has no drafts
+
+
+def make_counts(num_reqs: int, device: torch.device) -> DraftCounts:
+    """New counts, [num_reqs], that a kernel is to write."""
+    num_drafts = torch.empty(num_reqs, dtype=torch.int32, device=device)
+    return DraftCounts(num_drafts, torch.empty_like(num_drafts))
+
+
+@triton.jit
+def load_limit(limits, i_req):
+    """The most drafts of a request: int32."""
+    return tl.where(tl.load(limits.num_sampled_ptr + i_req) > 0, tl.load(limits.max_drafts_ptr + i_req), 0)
+
+
+@triton.jit
+def store_counts(counts, by_state, i_req, row, num_drafts, num_model):
+    """Store the counts of a request twice; without a request, which has a negative `row`, once."""
+    tl.store(counts.num_drafts_ptr + i_req, num_drafts)
+    tl.store(counts.num_model_ptr + i_req, num_model)
+    if by_state.num_drafts_ptr is not None:
+        tl.store(by_state.num_drafts_ptr + row, num_drafts, mask=row >= 0)
+        tl.store(by_state.num_model_ptr + row, num_model, mask=row >= 0)
 
 
 class _Texts(NamedTuple):
@@ -55,84 +84,18 @@ class _Forecasts(NamedTuple):
     replaces_model_ptr: torch.Tensor
 
 
-def begin_drafts(
-    drafts: torch.Tensor,
-    model_drafts: torch.Tensor | None,
-    num_sampled: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    max_drafts: torch.Tensor,
-    request_counts: torch.Tensor,
-    width: int,
-) -> None:
-    """Take over the model's drafts, count the step for the requests that got tokens, and let only these have drafts.
-
-    Args:
-        drafts: [num_reqs, K] int64, changed in place: the model's drafts in its first columns; rows may be strided.
-        model_drafts: [num_reqs, num_steps] int64, rows may be strided; None: there are none.
-        num_sampled: [>= num_reqs] int32, tokens that each request got in this step.
-        idx_mapping: [num_reqs] int32 or int64, the row of each request in `request_counts`.
-        max_drafts: [num_reqs] int32, takes `width` for a request that got tokens, and 0 for the others.
-        request_counts: [max_num_reqs, 3] int64, contiguous, changed in place: column 0 counts the steps.
-        width: slots to fill, 0..K.
-    """
-    num_steps = 0 if model_drafts is None else model_drafts.shape[1]
-    source = drafts if model_drafts is None else model_drafts
-    if len(drafts):
-        _begin_kernel[(len(drafts),)](
-            drafts,
-            drafts.stride(0),
-            source,
-            source.stride(0),
-            num_sampled,
-            idx_mapping,
-            max_drafts,
-            request_counts,
-            num_steps,
-            width,
-            BLOCK_WIDTH=triton.next_power_of_2(max(drafts.shape[1], 1)),
-            num_warps=1,
-        )
-
-
-@triton.jit(do_not_specialize=["model_stride", "num_steps", "width"])
-def _begin_kernel(
-    drafts_ptr,  # changed in place
-    stride,
-    model_ptr,
-    model_stride,
-    num_sampled_ptr,
-    idx_mapping_ptr,
-    max_drafts_ptr,  # out
-    request_counts_ptr,  # changed in place
-    num_steps,
-    width,
-    BLOCK_WIDTH: tl.constexpr,
-):
-    """Grid (num_reqs,)."""
-    i_req = tl.program_id(0).to(tl.int64)
-    row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
-    got_tokens = tl.load(num_sampled_ptr + i_req) > 0
-    columns = tl.arange(0, BLOCK_WIDTH)
-    is_model = columns < num_steps
-    model = tl.load(model_ptr + i_req * model_stride + columns, mask=is_model)
-    tl.store(drafts_ptr + i_req * stride + columns, model, mask=is_model)
-    tl.store(max_drafts_ptr + i_req, tl.where(got_tokens, width, 0))
-    p_steps = request_counts_ptr + row * 3
-    tl.store(p_steps, tl.load(p_steps) + got_tokens.to(tl.int64))
-
-
 def report_tokens(
     token_ids: torch.Tensor,
     num_tokens: torch.Tensor,
     idx_mapping: torch.Tensor,
-    max_drafts: torch.Tensor,
+    limits: Limits,
     model_drafts: torch.Tensor,
     width: int,
 ) -> torch.Tensor:
     """Gather what the host is to know of a step.
 
     Args:
-        token_ids, num_tokens, idx_mapping, max_drafts: as for `continue_forecasts`.
+        token_ids, num_tokens, idx_mapping, limits: as for `continue_forecasts`.
         model_drafts: [num_reqs, num_steps] int64, at most K of them; rows may be strided.
         width: K, the most drafts of a request.
 
@@ -145,8 +108,9 @@ def report_tokens(
     if num_reqs:
         _report_kernel[(num_reqs,)](
             _Texts(token_ids, token_ids.stride(0), num_tokens, idx_mapping),
-            Drafts(model_drafts, model_drafts.stride(0)),
-            max_drafts,
+            model_drafts,
+            model_drafts.stride(0),
+            limits,
             report,
             num_steps,
             WIDTH=width,
@@ -156,11 +120,12 @@ def report_tokens(
     return report
 
 
-@triton.jit(do_not_specialize=["num_steps"])
+@triton.jit(do_not_specialize=["model_stride", "num_steps"])
 def _report_kernel(
     texts,  # _Texts
-    model_drafts,  # Drafts
-    max_drafts_ptr,
+    model_ptr,
+    model_stride,
+    limits,  # Limits
     report_ptr,  # out
     num_steps,
     WIDTH: tl.constexpr,
@@ -172,39 +137,41 @@ def _report_kernel(
     num_tokens = tl.load(texts.num_tokens_ptr + row)
     p_report = report_ptr + i_req * (3 + WIDTH + num_steps)
     tl.store(p_report, num_tokens)
-    tl.store(p_report + 1, tl.load(max_drafts_ptr + i_req))
+    tl.store(p_report + 1, load_limit(limits, i_req))
     columns = tl.arange(0, BLOCK_WIDTH)
     at = tl.maximum(num_tokens - 1 - columns, 0)
     latest = tl.load(texts.ptr + row * texts.stride + at, mask=columns <= WIDTH)
     tl.store(p_report + 2 + columns, latest, mask=columns <= WIDTH)
     is_model = columns < num_steps
-    model = tl.load(model_drafts.ptr + i_req * model_drafts.stride + columns, mask=is_model)
+    model = tl.load(model_ptr + i_req * model_stride + columns, mask=is_model)
     tl.store(p_report + 3 + WIDTH + columns, model.to(tl.int32), mask=is_model)
 
 
-def finish_drafts(
+def place_drafts(
     drafts: torch.Tensor,
-    idx_mapping: torch.Tensor,
+    token_ids: torch.Tensor,
     num_drafts: torch.Tensor,
     num_model: torch.Tensor,
-    num_drafts_by_state: torch.Tensor,
-    num_model_by_state: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    by_state: DraftCounts,
 ) -> None:
-    """Pad drafts with token 0, and note their numbers by request state.
+    """Take over drafts that the host has made.
 
     Args:
-        drafts: [num_reqs, K] int64, changed in place: 0 for each negative token; rows may be strided.
-        idx_mapping: [num_reqs] int32 or int64, the request states.
+        drafts: [num_reqs, K] int64, takes the drafts, padded with token 0; rows may be strided.
+        token_ids: [num_reqs, >= K] int32 or int64; rows may be strided, and what stands behind the drafts is not read.
         num_drafts, num_model: [num_reqs] int32, drafts of each request, and how many of them are the model's.
-        num_drafts_by_state, num_model_by_state: [max_num_reqs] int32, changed in place.
+        idx_mapping: [num_reqs] int32 or int64, the request states.
+        by_state: [max_num_reqs] by request state, takes the counts.
     """
     num_reqs, width = drafts.shape
     if num_reqs:
-        _finish_kernel[(num_reqs,)](
+        _place_kernel[(num_reqs,)](
             Drafts(drafts, drafts.stride(0)),
-            idx_mapping,
+            Drafts(token_ids, token_ids.stride(0)),
             DraftCounts(num_drafts, num_model),
-            DraftCounts(num_drafts_by_state, num_model_by_state),
+            idx_mapping,
+            by_state,
             WIDTH=width,
             BLOCK_WIDTH=triton.next_power_of_2(width),
             num_warps=1,
@@ -212,22 +179,23 @@ def finish_drafts(
 
 
 @triton.jit
-def _finish_kernel(
-    drafts,  # Drafts, changed in place
-    idx_mapping_ptr,
+def _place_kernel(
+    drafts,  # out: Drafts
+    tokens,  # Drafts
     counts,  # DraftCounts
-    by_state,  # out: DraftCounts, by request state
+    idx_mapping_ptr,
+    by_state,  # out: DraftCounts
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
     """Grid (num_reqs,)."""
     i_req = tl.program_id(0).to(tl.int64)
     row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
+    num_drafts = tl.load(counts.num_drafts_ptr + i_req)
     columns = tl.arange(0, BLOCK_WIDTH)
-    p_drafts = drafts.ptr + i_req * drafts.stride + columns
-    tokens = tl.load(p_drafts, mask=columns < WIDTH, other=0)
-    tl.store(p_drafts, tl.maximum(tokens, 0), mask=columns < WIDTH)
-    tl.store(by_state.num_drafts_ptr + row, tl.load(counts.num_drafts_ptr + i_req))
+    token_ids = tl.load(tokens.ptr + i_req * tokens.stride + columns, mask=columns < num_drafts, other=0)
+    tl.store(drafts.ptr + i_req * drafts.stride + columns, token_ids.to(tl.int64), mask=columns < WIDTH)
+    tl.store(by_state.num_drafts_ptr + row, num_drafts)
     tl.store(by_state.num_model_ptr + row, tl.load(counts.num_model_ptr + i_req))
 
 
@@ -241,10 +209,11 @@ def continue_forecasts(
     base_len: torch.Tensor,
     replaces_model: torch.Tensor,
     *,
-    num_model_steps: int,
-    max_drafts: torch.Tensor,
+    model_drafts: torch.Tensor | None,
+    limits: Limits,
     agreed: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    by_state: DraftCounts | None = None,
+) -> DraftCounts:
     """Draft from forecasts that were made of each request before its latest tokens were known.
 
     A forecast continues a request if it agrees with the tokens that came since, and then with the model's drafts. One
@@ -255,46 +224,52 @@ def continue_forecasts(
         token_ids: [max_num_reqs, max_len] int32, the requests' tokens; rows may be strided.
         num_tokens: [max_num_reqs] int32, known tokens of each request, without drafts.
         idx_mapping: [num_reqs] int32 or int64, the row of each request in the two above.
-        drafts: [num_reqs, K] int64, changed in place; rows may be strided. The first `num_model_steps` columns hold the
-            model's drafts. After the call a request's drafts come first and the rest of its row is -1.
+        drafts: [num_reqs, K] int64, takes the drafts, padded with token 0; rows may be strided.
         forecast: [num_reqs, P] int32, contiguous, the tokens that may follow the first `base_len` ones.
         num_forecast: [num_reqs] int32, the tokens of each forecast.
         base_len: [num_reqs] int32, known tokens of each request when the forecast was made.
         replaces_model: [num_reqs] int32, whether the forecast takes the place of the model's drafts.
-        num_model_steps: drafts that the model made for each request, 0..K.
-        max_drafts: [num_reqs] int32, the longest list each request may get.
+        model_drafts: [num_reqs, <= K] int64, apart from `drafts`; rows may be strided. None: there are none.
+        limits: of each request's drafts.
         agreed: [num_reqs] int32, changed in place: how many tokens before a forecast agree, and then before its rest.
+        by_state: [max_num_reqs] by request state, takes the counts; None: they are not of the step's drafts.
 
     Returns:
-        [num_reqs] int32 drafts of each request, and how many of them are the model's.
+        [num_reqs] the counts.
     """
     num_reqs, width = drafts.shape
-    num_drafts = torch.empty(num_reqs, dtype=torch.int32, device=drafts.device)
-    num_model = torch.empty_like(num_drafts)
+    counts = make_counts(num_reqs, drafts.device)
+    model = drafts if model_drafts is None else model_drafts
     if num_reqs:
         _continue_kernel[(num_reqs,)](
             _Texts(token_ids, token_ids.stride(0), num_tokens, idx_mapping),
             Drafts(drafts, drafts.stride(0)),
+            model,
+            model.stride(0),
             _Forecasts(forecast, forecast.shape[1], num_forecast, base_len, replaces_model),
-            max_drafts,
-            DraftCounts(num_drafts, num_model),
+            limits,
+            counts,
+            by_state or DraftCounts(None, None),
             agreed,
             WIDTH=width,
-            NUM_STEPS=num_model_steps,
+            NUM_STEPS=0 if model_drafts is None else model_drafts.shape[1],
             BLOCK_WIDTH=triton.next_power_of_2(width),
             BLOCK_FORECAST=triton.next_power_of_2(max(forecast.shape[1], 1)),
             num_warps=1,
         )
-    return num_drafts, num_model
+    return counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["model_stride"])
 def _continue_kernel(
     texts,  # _Texts
-    drafts,  # Drafts, changed in place
+    drafts,  # out: Drafts
+    model_ptr,
+    model_stride,
     forecasts,  # _Forecasts
-    max_drafts_ptr,
+    limits,  # Limits
     counts,  # out: DraftCounts
+    by_state,  # out: DraftCounts
     agreed_ptr,  # changed in place, or None
     WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
@@ -307,9 +282,9 @@ def _continue_kernel(
     base_len = tl.load(forecasts.base_len_ptr + i_req)
     num_forecast = tl.load(forecasts.num_forecast_ptr + i_req)
     num_new = tl.load(texts.num_tokens_ptr + row) - base_len
-    limit = tl.minimum(tl.load(max_drafts_ptr + i_req), WIDTH)
+    limit = tl.minimum(load_limit(limits, i_req), WIDTH)
     p_new = texts.ptr + row * texts.stride + base_len
-    p_drafts = drafts.ptr + i_req * drafts.stride
+    p_model = model_ptr + i_req * model_stride
     p_forecast = forecasts.ptr + i_req * forecasts.stride
 
     at = tl.arange(0, BLOCK_FORECAST)
@@ -317,7 +292,7 @@ def _continue_kernel(
     is_new = at < num_new
     new = tl.load(p_new + at, mask=is_new, other=0)
     is_model = (at >= num_new) & (at < num_new + NUM_STEPS)
-    drafted = tl.load(p_drafts + (at - num_new), mask=is_model, other=0).to(tl.int32)
+    drafted = tl.load(p_model + (at - num_new), mask=is_model, other=0).to(tl.int32)
     misses = tl.sum((is_new & (new != forecast)).to(tl.int32), axis=0)
     misses_model = tl.sum((is_model & (drafted != forecast)).to(tl.int32), axis=0)
 
@@ -329,10 +304,11 @@ def _continue_kernel(
 
     columns = tl.arange(0, BLOCK_WIDTH)
     is_copied = (columns >= num_model) & (columns < num_drafts)
-    tokens = tl.load(p_forecast + num_new + columns, mask=is_copied, other=-1).to(tl.int64)
-    tl.store(p_drafts + columns, tokens, mask=(columns >= num_model) & (columns < WIDTH))
-    tl.store(counts.num_drafts_ptr + i_req, num_drafts)
-    tl.store(counts.num_model_ptr + i_req, num_model)
+    tokens = tl.load(p_forecast + num_new + columns, mask=is_copied, other=0).to(tl.int64)
+    if NUM_STEPS > 0:
+        tokens += tl.load(p_model + columns, mask=columns < num_model, other=0)
+    tl.store(drafts.ptr + i_req * drafts.stride + columns, tokens, mask=columns < WIDTH)
+    store_counts(counts, by_state, i_req, row, num_drafts, num_model)
     if agreed_ptr is not None:
         tl.store(agreed_ptr + i_req, tl.load(agreed_ptr + i_req) + num_new)
 
@@ -348,7 +324,8 @@ def prefer_forecasts(
     sources: torch.Tensor,
     forecast_source: int,
     other_source: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    by_state: DraftCounts,
+) -> DraftCounts:
     """Replace a request's drafts with a forecast.
 
     A forecast that no token speaks for, not even the newest, is used only where there would be no drafts.
@@ -356,17 +333,18 @@ def prefer_forecasts(
     Args:
         drafts: [num_reqs, K] int64, changed in place; rows may be strided.
         num_drafts, num_model: [num_reqs] int32, drafts of each request, and how many of them are the model's.
-        forecast: [num_reqs, >= K] int64, rows may be strided.
+        forecast: [num_reqs, >= K] int64, padded with token 0; rows may be strided.
         num_forecast: [num_reqs] int32, tokens of each forecast.
         agreed: [num_reqs] int32, how many tokens before it agree.
         idx_mapping: [num_reqs] int32 or int64, the row of each request in `sources`.
         sources: [max_num_reqs] int32, takes `forecast_source` or `other_source`, the one whose drafts are used.
+        by_state: [max_num_reqs] by request state, takes the new counts.
 
     Returns:
-        The new `num_drafts` and `num_model`.
+        [num_reqs] the new counts.
     """
     num_reqs, width = drafts.shape
-    counts = DraftCounts(torch.empty_like(num_drafts), torch.empty_like(num_model))
+    counts = make_counts(num_reqs, drafts.device)
     if num_reqs:
         _prefer_kernel[(num_reqs,)](
             Drafts(drafts, drafts.stride(0)),
@@ -377,13 +355,14 @@ def prefer_forecasts(
             idx_mapping,
             sources,
             counts,
+            by_state,
             WIDTH=width,
             FORECAST_SOURCE=forecast_source,
             OTHER_SOURCE=other_source,
             BLOCK_WIDTH=triton.next_power_of_2(max(width, 1)),
             num_warps=1,
         )
-    return counts.num_drafts_ptr, counts.num_model_ptr
+    return counts
 
 
 @triton.jit
@@ -396,6 +375,7 @@ def _prefer_kernel(
     idx_mapping_ptr,
     sources_ptr,  # out, by request state
     new_counts,  # out: DraftCounts
+    by_state,  # out: DraftCounts
     WIDTH: tl.constexpr,
     FORECAST_SOURCE: tl.constexpr,
     OTHER_SOURCE: tl.constexpr,
@@ -412,8 +392,8 @@ def _prefer_kernel(
     is_copied = columns < tl.where(is_first, WIDTH, 0)
     tokens = tl.load(forecast.ptr + i_req * forecast.stride + columns, mask=is_copied)
     tl.store(drafts.ptr + i_req * drafts.stride + columns, tokens, mask=is_copied)
-    tl.store(new_counts.num_drafts_ptr + i_req, tl.where(is_first, num_forecast, num_drafts))
-    tl.store(new_counts.num_model_ptr + i_req, tl.where(is_first, 0, num_model))
+    num_drafts, num_model = tl.where(is_first, num_forecast, num_drafts), tl.where(is_first, 0, num_model)
+    store_counts(new_counts, by_state, i_req, row, num_drafts, num_model)
     tl.store(sources_ptr + row, tl.where(is_first, FORECAST_SOURCE, OTHER_SOURCE))
 
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplus.kernels.checks import check_rows, check_vector, describe
-from vllm_specplus.kernels.drafts import DraftCounts, Drafts
+from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, make_counts, store_counts
 
 _BLOCK = 1024  # ends that a program tests at a time
 _MAX_SPLITS = 128  # programs that share a request: enough for one request alone to occupy a GPU
@@ -35,14 +35,13 @@ _MAX_END = tl.constexpr(2**31 - 1)
 
 
 class Texts(NamedTuple):
-    """The tokens of each request of the batch, and how many drafts it may get; None: as many as there are slots."""
+    """The tokens of each request of the batch."""
 
     ptr: torch.Tensor
     stride: int
     max_len: int
     num_tokens_ptr: torch.Tensor
     idx_mapping_ptr: torch.Tensor
-    max_drafts_ptr: torch.Tensor | None
 
 
 def scratch_shape(num_reqs: int, max_len: int) -> tuple[int, int, int]:
@@ -71,20 +70,19 @@ def fill_drafts(
     num_tokens: torch.Tensor,
     idx_mapping: torch.Tensor,
     drafts: torch.Tensor,
+    model_drafts: torch.Tensor,
+    limits: Limits,
+    by_state: DraftCounts,
     *,
-    num_model_steps: int,
     min_ngram_size: int,
     max_ngram_size: int,
     match_override_len: int = 0,
     takes_first: bool = False,
-    max_drafts: torch.Tensor | None = None,
-    num_drafts: torch.Tensor | None = None,
-    num_model: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> DraftCounts:
     """Fill the slots behind the draft model's drafts with the tokens that followed the same n-gram earlier.
 
-    The drafts and counts are those of `HybridDrafter` with an `NgramMatcher`; with `num_model_steps=0`, those of
+    The drafts and counts are those of `HybridDrafter` with an `NgramMatcher`; without model drafts, those of
     `NgramMatcher.match` alone. There is no `match_len_cap`: a match is measured up to `match_override_len` only. The
     answer is the same for every threshold that a matcher can reach.
 
@@ -93,78 +91,72 @@ def fill_drafts(
         num_tokens: [max_num_reqs] int32, known tokens of each request, without drafts; counts as `max_len` if more.
         idx_mapping: [num_reqs] int32 or int64, the row of each request in the two above; negative: no request, and no
             drafts.
-        drafts: [num_reqs, K] int64, changed in place; rows may be strided. The first `num_model_steps` columns hold the
-            model's drafts. After the call a request's drafts come first and the rest of its row is -1.
-        num_model_steps: drafts that the model made for each request, 0..K.
+        drafts: [num_reqs, K] int64, takes the drafts, padded with token 0; rows may be strided.
+        model_drafts: [num_reqs, <= K] int64, apart from `drafts`; rows may be strided.
+        limits: of each request's drafts.
+        by_state: [max_num_reqs] by request state, takes the counts.
         min_ngram_size: tokens of the shortest n-gram, >= 1.
         max_ngram_size: tokens of the longest n-gram, >= min_ngram_size.
         match_override_len: a match of at least this many of the request's own tokens takes the place of the model's
             drafts; 0 = never. Without model steps it has no effect.
         takes_first: whether the first occurrence of an n-gram wins, or the latest.
-        max_drafts: [num_reqs] int32, the longest list each request may get; None = K for all.
-        num_drafts: [num_reqs] int32, takes the number of drafts; None = a new tensor.
-        num_model: [num_reqs] int32, takes the number of drafts that are the model's; None = a new tensor.
         scratch: int64, contiguous, at least `scratch_shape(num_reqs, max_len)`; None = a new tensor. It holds nothing
             from one call to the next.
 
     Returns:
-        `num_drafts` and `num_model`.
+        [num_reqs] the counts.
 
     Raises:
         ValueError: a size out of range, or a tensor of another shape, dtype or layout.
     """
     num_reqs, width = drafts.shape
-    max_len = token_ids.shape[1]
-    if not 0 <= num_model_steps <= width or width < 1:
-        raise ValueError(f"num_model_steps={num_model_steps} must lie between 0 and the {width} columns of drafts")
+    max_len, num_steps = token_ids.shape[1], model_drafts.shape[1]
+    if model_drafts.shape[0] != num_reqs or num_steps > width or width < 1:
+        raise ValueError(f"model_drafts must be [{num_reqs}, <= {width}], got {describe(model_drafts)}")
     check_search(min_ngram_size, max_ngram_size, max_len, width)
     if match_override_len < 0:
         raise ValueError(f"match_override_len={match_override_len} must be 0 (off) or more")
 
-    device = drafts.device
-    if num_drafts is None:
-        num_drafts = torch.empty(num_reqs, dtype=torch.int32, device=device)
-    if num_model is None:
-        num_model = torch.empty(num_reqs, dtype=torch.int32, device=device)
     shape = scratch_shape(num_reqs, max_len)
     if scratch is None:
-        scratch = torch.empty(shape, dtype=torch.int64, device=device)
+        scratch = torch.empty(shape, dtype=torch.int64, device=drafts.device)
     check_rows("token_ids", token_ids, torch.int32)
     check_rows("drafts", drafts, torch.int64)
+    check_rows("model_drafts", model_drafts, torch.int64)
     check_vector("num_tokens", num_tokens, token_ids.shape[0], torch.int32)
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_vector("num_drafts", num_drafts, num_reqs, torch.int32)
-    check_vector("num_model", num_model, num_reqs, torch.int32)
-    if max_drafts is not None:
-        check_vector("max_drafts", max_drafts, num_reqs, torch.int32)
+    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
     if scratch.dtype != torch.int64 or not scratch.is_contiguous() or scratch.numel() < num_reqs * shape[1] * shape[2]:
         raise ValueError(f"scratch must be contiguous int64 of at least {shape}, got {describe(scratch)}")
-    if num_reqs == 0:
-        return num_drafts, num_model
-
-    _launch(
-        Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping, max_drafts),
-        drafts,
-        scratch,
-        DraftCounts(num_drafts, num_model),
-        num_splits=shape[1],
-        num_model_steps=num_model_steps,
-        ngram_sizes=(min_ngram_size, max_ngram_size),
-        # Without model steps both matches are the same.
-        override_len=match_override_len if num_model_steps else 0,
-        takes_first=takes_first,
-    )
-    return num_drafts, num_model
+    counts = make_counts(num_reqs, drafts.device)
+    if num_reqs:
+        _launch(
+            Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping),
+            limits,
+            model_drafts,
+            drafts,
+            scratch,
+            counts,
+            by_state,
+            num_splits=shape[1],
+            ngram_sizes=(min_ngram_size, max_ngram_size),
+            # Without model steps both matches are the same.
+            override_len=match_override_len if num_steps else 0,
+            takes_first=takes_first,
+        )
+    return counts
 
 
 def _launch(
     texts: Texts,
+    limits: Limits,
+    model_drafts: torch.Tensor,
     drafts: torch.Tensor,
     scratch: torch.Tensor,
     counts: DraftCounts,
+    by_state: DraftCounts,
     *,
     num_splits: int,
-    num_model_steps: int,
     ngram_sizes: tuple[int, int],
     override_len: int,
     takes_first: bool,
@@ -172,7 +164,7 @@ def _launch(
     num_reqs, width = drafts.shape
     same = {
         "WIDTH": width,
-        "NUM_STEPS": num_model_steps,
+        "NUM_STEPS": model_drafts.shape[1],
         "OVERRIDE_LEN": override_len,
         "TAKES_FIRST": takes_first,
         "NUM_SPLITS": num_splits,
@@ -180,7 +172,9 @@ def _launch(
     }
     _search_kernel[(num_reqs, num_splits)](
         texts,
-        Drafts(drafts, drafts.stride(0)),
+        limits,
+        model_drafts,
+        model_drafts.stride(0),
         scratch,
         MIN_SIZE=ngram_sizes[0],
         MAX_SIZE=ngram_sizes[1],
@@ -188,9 +182,13 @@ def _launch(
     )
     _fill_kernel[(num_reqs,)](
         texts,
+        limits,
+        model_drafts,
+        model_drafts.stride(0),
         Drafts(drafts, drafts.stride(0)),
         scratch,
         counts,
+        by_state,
         BLOCK_WIDTH=triton.next_power_of_2(width),
         BLOCK_SPLITS=triton.next_power_of_2(num_splits),
         BLOCK_OVERRIDE=triton.next_power_of_2(max(override_len, 1)),
@@ -200,16 +198,14 @@ def _launch(
 
 
 @triton.jit
-def load_request(texts, i_req, WIDTH: tl.constexpr):
+def load_request(texts, limits, i_req, WIDTH: tl.constexpr):
     """A request's row, how many tokens it has, and how many drafts it may get; all 0 without a request."""
     row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
     is_request = row >= 0
     row = tl.maximum(row, 0)
     num_tokens = tl.minimum(tl.load(texts.num_tokens_ptr + row, mask=is_request, other=0), texts.max_len)
-    limit = tl.where(is_request, WIDTH, 0)
-    if texts.max_drafts_ptr is not None:
-        limit = tl.minimum(limit, tl.maximum(tl.load(texts.max_drafts_ptr + i_req), 0))
-    return row, num_tokens, limit
+    limit = tl.minimum(tl.maximum(load_limit(limits, i_req), 0), WIDTH)
+    return row, num_tokens, tl.where(is_request, limit, 0)
 
 
 @triton.jit
@@ -266,10 +262,12 @@ def end_of_key(key, TAKES_FIRST: tl.constexpr):
     return rank
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["model_stride"])
 def _search_kernel(
     texts,  # Texts
-    drafts,  # Drafts
+    limits,  # Limits
+    model_ptr,
+    model_stride,
     scratch_ptr,
     WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
@@ -283,7 +281,7 @@ def _search_kernel(
     """Grid (num_reqs, NUM_SPLITS). A program without a block writes nothing."""
     i_req = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
-    row, num_tokens, limit = load_request(texts, i_req, WIDTH)
+    row, num_tokens, limit = load_request(texts, limits, i_req, WIDTH)
     end = num_tokens + NUM_STEPS
     num_blocks = tl.cdiv(end - 1, BLOCK)
     # Without free slots behind the model's drafts a match is useless, unless it may replace them.
@@ -291,23 +289,23 @@ def _search_kernel(
         return
 
     p_text = texts.ptr + row * texts.stride
-    p_drafts = drafts.ptr + i_req * drafts.stride
-    last = load_tokens(p_text, p_drafts, end - 1, num_tokens, end > 0, NUM_STEPS)
+    p_model = model_ptr + i_req * model_stride
+    last = load_tokens(p_text, p_model, end - 1, num_tokens, end > 0, NUM_STEPS)
     best = tl.full((), 0, tl.int64)
     best_alone = tl.full((), 0, tl.int64)
     if OVERRIDE_LEN > 0:
         last_alone = tl.load(p_text + num_tokens - 1, mask=num_tokens > 0, other=0)
     for i_block in range(i_split, num_blocks, NUM_SPLITS):
         ends = i_block * BLOCK + 1 + tl.arange(0, BLOCK)
-        tokens = load_tokens(p_text, p_drafts, ends - 1, num_tokens, ends < end, NUM_STEPS)
+        tokens = load_tokens(p_text, p_model, ends - 1, num_tokens, ends < end, NUM_STEPS)
         best = best_of_block(
-            best, p_text, p_drafts, ends, tokens, end, last, num_tokens, MIN_SIZE, MAX_SIZE, NUM_STEPS, TAKES_FIRST
+            best, p_text, p_model, ends, tokens, end, last, num_tokens, MIN_SIZE, MAX_SIZE, NUM_STEPS, TAKES_FIRST
         )
         if OVERRIDE_LEN > 0:
             best_alone = best_of_block(
                 best_alone,
                 p_text,
-                p_drafts,
+                p_model,
                 ends,
                 tokens,
                 num_tokens,
@@ -325,12 +323,16 @@ def _search_kernel(
         tl.store(p_keys + 1, best_alone)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["model_stride"])
 def _fill_kernel(
     texts,  # Texts
-    drafts,  # Drafts, changed in place
+    limits,  # Limits
+    model_ptr,
+    model_stride,
+    drafts,  # out: Drafts
     scratch_ptr,
     counts,  # out: DraftCounts
+    by_state,  # out: DraftCounts
     WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     OVERRIDE_LEN: tl.constexpr,
@@ -343,10 +345,10 @@ def _fill_kernel(
 ):
     """Grid (num_reqs,)."""
     i_req = tl.program_id(0).to(tl.int64)
-    row, num_tokens, limit = load_request(texts, i_req, WIDTH)
+    row, num_tokens, limit = load_request(texts, limits, i_req, WIDTH)
     end = num_tokens + NUM_STEPS
     p_text = texts.ptr + row * texts.stride
-    p_drafts = drafts.ptr + i_req * drafts.stride
+    p_model = model_ptr + i_req * model_stride
 
     # Only keys that this call's searches have written: their programs may return early.
     splits = tl.arange(0, BLOCK_SPLITS)
@@ -371,13 +373,14 @@ def _fill_kernel(
         num_model = tl.where(is_override, 0, num_model)
         num_drafts = tl.where(is_override, limit, num_drafts)
 
-    # At the end of s the copy goes on with the tokens it has copied: it repeats s[found:]. It reads the model's drafts
-    # only to append to them, and then they stay in their columns.
+    # At the end of s the copy goes on with the tokens it has copied: it repeats s[found:].
     columns = tl.arange(0, BLOCK_WIDTH)
     is_copied = (columns >= num_model) & (columns < num_drafts)
     positions = found + (columns - num_model) % tl.maximum(period, 1)
-    tokens = load_tokens(p_text, p_drafts, positions, num_tokens, is_copied, NUM_STEPS)
-    is_behind_model = (columns >= num_model) & (columns < WIDTH)
-    tl.store(p_drafts + columns, tl.where(is_copied, tokens, -1).to(tl.int64), mask=is_behind_model)
-    tl.store(counts.num_drafts_ptr + i_req, num_drafts)
-    tl.store(counts.num_model_ptr + i_req, num_model)
+    tokens = load_tokens(p_text, p_model, positions, num_tokens, is_copied, NUM_STEPS).to(tl.int64)
+    if NUM_STEPS > 0:
+        is_model = columns < num_model
+        tokens = tl.where(is_model, tl.load(p_model + columns, mask=is_model, other=0), tokens)
+    tl.store(drafts.ptr + i_req * drafts.stride + columns, tokens, mask=columns < WIDTH)
+    state = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
+    store_counts(counts, by_state, i_req, state, num_drafts, num_model)

@@ -123,9 +123,10 @@ def test_confidences_are_the_chances_of_the_drafts(trained: Path) -> None:
         fill = filler.fill
 
         def note(*args: Any) -> Any:
-            num_drafts, num_model = fill(*args)
-            seen.append((drafting.confidences[: len(num_drafts)].clone(), num_drafts.clone()))
-            return num_drafts, num_model
+            counts = fill(*args)
+            num_drafts = counts.num_drafts_ptr.clone()
+            seen.append((drafting.confidences[: len(num_drafts)].clone(), num_drafts))
+            return counts
 
         with patch.object(filler, "fill", note):
             tokens(e, TWO, max_tokens=MAX_TOKENS)

@@ -12,7 +12,7 @@ from tests.e2e.references import ask, config_of, stats
 from tests.e2e.v2.engines import async_engine
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.proposers.suffix import SuffixMatcher
-from vllm_specplus.runners.v2 import adaptive, drafting, fillers
+from vllm_specplus.runners.v2 import adaptive, fillers
 from vllm_specplus.runners.v2 import requests as v2_requests
 from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
 from vllm_specplus.runners.v2.fillers import ReferencesFirst
@@ -83,14 +83,15 @@ def test_any_other_fault_costs_the_batch_its_drafts_or_its_counts(
     expected: list[list[int]],
     log: pytest.LogCaptureFixture,
 ) -> None:
-    places: list[tuple[Any, str]] = [(drafting, "begin_drafts"), (RequestTracker, "limit"), (TokenCopier, "advance")]
+    places: list[tuple[Any, str]] = [(RequestTracker, "count_steps"), (RequestTracker, "limit")]
+    places += [(TokenCopier, "advance")]
     if is_adaptive:
         places += [
             (AdaptiveFiller, name) for name in ("_plan_passes", "_judge", "_choose", "_settle", "_read", "begin")
         ]
         places += [(adaptive.kernels, "offer_ngrams")]
     else:
-        places += [(fillers, "fill_drafts"), (ReferencesFirst, "fill"), (drafting, "finish_drafts")]
+        places += [(fillers, "fill_drafts"), (ReferencesFirst, "fill"), (RequestTracker, "put_references_first")]
     references = [{"sp_advice_prompt_token_ids": text} for text in expected[:3]]
     start = async_engine if is_async else engine
     with start(trained, config_of("mtp_ngram", draft, adaptive=is_adaptive)) as e:

@@ -21,15 +21,8 @@ from vllm_specplus.runners.v2 import install
 pytestmark = pytest.mark.interpreter
 
 KERNELS = {
-    counts: ["_count_kernel", "_padding_kernel"],
-    drafts: [
-        "_begin_kernel",
-        "_report_kernel",
-        "_finish_kernel",
-        "_prefer_kernel",
-        "_continue_kernel",
-        "_one_hot_kernel",
-    ],
+    counts: ["_count_kernel", "_steps_kernel", "_padding_kernel"],
+    drafts: ["_report_kernel", "_place_kernel", "_prefer_kernel", "_continue_kernel", "_one_hot_kernel"],
     parameters: ["_gather_kernel"],
     ngram: ["_search_kernel", "_fill_kernel"],
     verify: ["row_stats_kernel", "judge_kernel", "race_kernel", "emit_kernel", "accept_greedy_kernel"],

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.launches import Launches, OnlyTorch
+from tests.kernels.limits import limits_of
 from vllm_specplus.kernels.arbiter import (
     accounts,
     choice,
@@ -20,6 +21,7 @@ from vllm_specplus.kernels.arbiter import (
     settle,
     state,
 )
+from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.proposers import _arbiter as spec
 from vllm_specplus.proposers.arbiter import Arbiter
 from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX
@@ -206,15 +208,28 @@ class Pair:
         self.assert_chances_give_the_value(rows, expected, slot_price)
         self.offer_positions[rows] = self.num_tokens[rows]
         drafts = torch.full((num_places, self.width + 2), SENTINEL)
-        given = torch.from_numpy(limits).to(torch.int32)
         price = torch.tensor([slot_price])
-        chosen = choose(self.kernels, self.device_lengths(), idx_mapping, given, price, drafts[:, : self.width])
+        by_state = torch.full((3, len(self.num_tokens)), SENTINEL, dtype=torch.int32)
+        chosen = choose(
+            self.kernels,
+            self.device_lengths(),
+            idx_mapping,
+            limits_of(limits),
+            price,
+            drafts[:, : self.width],
+            DraftCounts(*by_state[:2]),
+            by_state[2],
+        )
         self.assert_same()
         assert torch.all(drafts[:, self.width :] == SENTINEL)
-        outputs = [drafts[:, : self.width], chosen.num_drafts, chosen.num_model, chosen.source]
-        for tensor, array, nothing in zip(outputs, expected[:4], (-1, 0, 0, spec.UNFILLED), strict=True):
+        outputs = [drafts[:, : self.width], *chosen.counts]
+        padded = np.maximum(expected.token_ids, 0)
+        for tensor, array in zip(outputs, (padded, expected.num_drafts, expected.num_model), strict=True):
             np.testing.assert_array_equal(tensor.numpy()[is_request], array)
-            assert np.all(tensor.numpy()[~is_request] == nothing)
+            assert np.all(tensor.numpy()[~is_request] == 0)
+        noted = np.full(by_state.shape, SENTINEL)
+        noted[:, rows] = expected.num_drafts, expected.num_model, expected.source
+        np.testing.assert_array_equal(by_state.numpy(), noted)
         values = chosen.values.numpy()
         for row, got, wanted in zip(rows, values[is_request], expected.values, strict=True):
             num_passes = self.offers.passes[row]
@@ -253,8 +268,7 @@ class Pair:
         rows, is_request, idx_mapping = batch
         expected = spec.plan_passes(rows, limits[is_request], self.offers, self.credits, self.gains, pass_prices)
         totals = torch.tensor([11, -12])
-        given = torch.from_numpy(limits).to(torch.int32)
-        report = plan_passes(self.kernels, idx_mapping, given, torch.from_numpy(pass_prices), totals)
+        report = plan_passes(self.kernels, idx_mapping, limits_of(limits), torch.from_numpy(pass_prices), totals)
         assert report[:3].tolist() == [11, -12, expected]
         np.testing.assert_array_equal(report[3:].numpy()[is_request], self.credits[rows])
         assert torch.all(report[3:][torch.from_numpy(~is_request)] == spec.ASLEEP)
@@ -400,13 +414,15 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
     one = torch.ones(1, dtype=torch.int64)
     batch = {"state": made, "idx_mapping": torch.arange(num_reqs, dtype=torch.int32)}
     num_tokens = {"num_tokens": torch.full((4,), 3, dtype=torch.int32)}
-    limits = {"limits": torch.full((num_reqs,), width, dtype=torch.int32)}
+    limits = {"limits": limits_of([width] * num_reqs)}
+    by_state = torch.zeros(3, 4, dtype=torch.int32)
     calls = {
         judge_and_update: batch | num_tokens | {"token_ids": torch.zeros(4, 16, dtype=torch.int32), "num_new": one},
         choose: batch
         | num_tokens
         | limits
-        | {"slot_price": one, "drafts": torch.zeros(num_reqs, width, dtype=torch.int64)},
+        | {"slot_price": one, "drafts": torch.zeros(num_reqs, width, dtype=torch.int64)}
+        | {"by_state": DraftCounts(*by_state[:2]), "sources": by_state[2]},
         settle: batch
         | {
             "values": torch.zeros(num_reqs, num_steps + 1, dtype=torch.int64),
@@ -434,8 +450,9 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
         (judge_and_update, {"num_new": torch.zeros(1)}, "num_new must"),
         (choose, {"num_tokens": torch.zeros(4)}, "num_tokens must"),
         (choose, {"idx_mapping": torch.zeros(3, dtype=torch.int32)}, "idx_mapping must"),
-        (choose, {"limits": torch.zeros(2)}, "limits must"),
+        (choose, {"limits": limits_of([1])}, "max_drafts must"),
         (choose, {"slot_price": torch.zeros(1)}, "slot_price must"),
+        (choose, {"sources": torch.zeros(4)}, "sources must"),
         (choose, {"drafts": torch.zeros(2, 4)}, r"drafts must be torch\.int64"),
         (choose, {"drafts": torch.zeros(2, 5, dtype=torch.int64)}, "drafts has 5 columns, .* made for 4"),
         (settle, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
@@ -444,7 +461,7 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
         (settle, {"step_price": torch.zeros(2, dtype=torch.int64)}, "step_price must"),
         (settle, {"profit": torch.zeros(1)}, "profit must"),
         (plan_passes, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
-        (plan_passes, {"limits": torch.zeros(1, dtype=torch.int32)}, "limits must"),
+        (plan_passes, {"limits": limits_of([1])}, "max_drafts must"),
         (plan_passes, {"pass_prices": torch.zeros(1, dtype=torch.int64)}, "pass_prices must"),
         (plan_passes, {"totals": torch.zeros(3, dtype=torch.int64)}, "totals must"),
     ],
@@ -475,7 +492,7 @@ def test_launches_depend_on_shapes_alone(monkeypatch):
         launches.append(Launches())
         monkeypatch.setattr(module, name, launches[-1])
     nobody = torch.full((3,), -1, dtype=torch.int32)
-    calls = [arguments(3), arguments(3, idx_mapping=nobody, limits=nobody, slot_price=torch.tensor([7]))]
+    calls = [arguments(3), arguments(3, idx_mapping=nobody, limits=limits_of([0] * 3), slot_price=torch.tensor([7]))]
     with OnlyTorch(torch.ops.aten.empty, torch.ops.aten.empty_like):
         for functions in calls:
             for function, call in functions.items():

@@ -4,8 +4,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from tests.kernels.limits import limits_of
 from vllm_specplus.kernels.arbiter import choose, make_state, offer_chain, offer_model
 from vllm_specplus.kernels.arbiter.state import ALONE, CONTRARY, DIFFERED, NUM_KEYS, ONE
+from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.sources import NGRAM
 from vllm_specplus.verify import verify_draft_tokens
 
@@ -35,14 +37,17 @@ def p_value(*, is_blind: bool) -> float:
     )
     # A choice for each token that the model may have sampled.
     rows, one = torch.arange(VOCAB), torch.ones(VOCAB, dtype=torch.int32)
-    offer_model(state, rows, rows[:, None])
+    limits = limits_of([WIDTH] * VOCAB)
+    offer_model(state, rows, limits, rows[:, None])
     for chain in (0, 1):
         offer_chain(state, chain, rows, torch.zeros(VOCAB, 1, dtype=torch.int64), one, 4 * one)
     drafts = torch.empty(VOCAB, WIDTH, dtype=torch.int64)
-    chosen = choose(state, one, rows, WIDTH * one, torch.tensor([ONE.value // 50]), drafts)
+    by_state = torch.empty(3, VOCAB, dtype=torch.int32)
+    price = torch.tensor([ONE.value // 50])
+    choose(state, one, rows, limits, price, drafts, DraftCounts(*by_state[:2]), by_state[2])
 
     sampled = torch.multinomial(Q, NUM_REQS, replacement=True, generator=torch.Generator().manual_seed(0))
-    is_model = torch.arange(WIDTH + 1) < chosen.num_model[sampled][:, None]
+    is_model = torch.arange(WIDTH + 1) < by_state[1, sampled][:, None]
     no_draft = torch.full((NUM_REQS, 1), -1)
     num_rows = NUM_REQS * (WIDTH + 1)
     out = verify_draft_tokens(

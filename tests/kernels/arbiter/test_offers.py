@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.launches import Launches, OnlyTorch
+from tests.kernels.limits import limits_of
 from tests.proposers.reference import make_history
 from vllm_specplus.kernels import ngram
 from vllm_specplus.kernels.arbiter import (
@@ -19,6 +20,7 @@ from vllm_specplus.kernels.arbiter import (
     offers,
     settle,
 )
+from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.proposers import NgramMatcher
 from vllm_specplus.proposers import _arbiter as spec
 from vllm_specplus.proposers.adaptive import AdaptiveDrafter
@@ -84,7 +86,7 @@ class Pair:
         spec.offer_model(self.state, rows, limits, model)
         strided = torch.full((len(self.texts), self.model.shape[1] + 3), -99)[:, 1 : self.model.shape[1] + 1]
         strided.copy_(torch.from_numpy(self.model))
-        offer_model(self.kernels, self.idx_mapping, strided)
+        offer_model(self.kernels, self.idx_mapping, limits_of([1] * len(self.texts)), strided)
         self.assert_same()
 
     def offer_ngrams(self, limits, sizes, cap, *, takes_first=False, max_len=MAX_LEN, pad=0):
@@ -103,7 +105,7 @@ class Pair:
             token_ids,
             num_tokens,
             self.idx_mapping,
-            torch.tensor(limits, dtype=torch.int32),
+            limits_of(limits),
             **options,
             takes_first=takes_first,
             first_chain=self.matchers.index(NGRAM),
@@ -235,7 +237,7 @@ def test_more_tokens_than_a_row_holds():
     """A count past the row's end must not lead into the next row."""
     state = new_state(2, 0, 2)
     token_ids, num_tokens = torch.tensor([[1, 2, 1], [2, 2, 2]], dtype=torch.int32), torch.tensor([5, 3])
-    limits, sizes = torch.tensor([2], dtype=torch.int32), {"min_ngram_size": 1, "max_ngram_size": 2}
+    limits, sizes = limits_of([2]), {"min_ngram_size": 1, "max_ngram_size": 2}
     offer_ngrams(state, token_ids, num_tokens.int(), torch.tensor([0]), limits, **sizes, match_len_cap=8)
     assert state.offers.lengths[0, 0] == 2
     assert state.offers.chains[0, 0].tolist() == [2, 1]
@@ -345,30 +347,31 @@ class Steps:
             num_tokens[self.rows[name]] = len(self.texts[name])
         # Places of the batch beyond its requests, as in a padded batch.
         idx_mapping = torch.tensor([self.rows[name] for name in order] + [-1], dtype=torch.int32)
-        given = torch.tensor([*limits, 3], dtype=torch.int32)
+        given = limits_of([*limits, 3])
         drafted = torch.from_numpy(np.pad(model, ((0, 1), (0, 0))))
         judge_and_update(self.state, token_ids, num_tokens, idx_mapping, torch.zeros(1, dtype=torch.int64))
-        # As on V2: inside a prompt the model has drafted tokens that are known.
-        offer_model(self.state, torch.where(given > 0, idx_mapping, -1), drafted)
+        offer_model(self.state, idx_mapping, given, drafted)
         offer_ngrams(self.state, token_ids, num_tokens, idx_mapping, given, **self.sizes)
         drafts = torch.zeros(len(idx_mapping), self.width, dtype=torch.int64)
         slot_price = torch.tensor([self.arbiter._scaled.slot])
-        chosen = choose(self.state, num_tokens, idx_mapping, given, slot_price, drafts)
+        noted = torch.zeros(3, self.NUM_ROWS, dtype=torch.int32)
+        by_state = DraftCounts(*noted[:2]), noted[2]
+        chosen = choose(self.state, num_tokens, idx_mapping, given, slot_price, drafts, *by_state)
         prices = torch.from_numpy(self.arbiter._scaled.passes), torch.tensor([self.arbiter._scaled.step])
         profit, most_credit = torch.zeros(1, dtype=torch.int64), CommonAccount.most_credit
         settle(self.state, idx_mapping, chosen.values, *prices, profit, most_credit=most_credit)
-        return drafts, chosen
+        return drafts, chosen, noted[2]
 
     def assert_same(self, order, expected, found):
-        drafts, chosen = found
+        drafts, chosen, sources = found
         for array, tensor in (
-            (expected.token_ids, drafts),
-            (expected.num_drafts, chosen.num_drafts),
-            (expected.num_model, chosen.num_model),
-            (expected.sources, chosen.source),
+            (np.maximum(expected.token_ids, 0), drafts),
+            (expected.num_drafts, chosen.counts.num_drafts_ptr),
+            (expected.num_model, chosen.counts.num_model_ptr),
         ):
             np.testing.assert_array_equal(tensor.numpy()[: len(order)], array)
-        assert chosen.num_drafts[len(order)] == 0
+        np.testing.assert_array_equal(sources[[self.rows[name] for name in order]].numpy(), expected.sources)
+        assert chosen.counts.num_drafts_ptr[len(order)] == 0
         for name in order:
             assert self.state.credits[self.rows[name]] == self.credit(name)
             for tensor, array in zip(self.state.record, self.arbiter._record, strict=True):
@@ -423,12 +426,13 @@ def arguments(num_reqs=2, num_steps=2, width=4, max_len=16, **changes):
     }
     counts = torch.full((num_reqs,), width, dtype=torch.int32)
     calls = {
-        offer_model: batch | {"model_drafts": torch.zeros(num_reqs, num_steps, dtype=torch.int64)},
+        offer_model: batch
+        | {"limits": limits_of(counts), "model_drafts": torch.zeros(num_reqs, num_steps, dtype=torch.int64)},
         offer_ngrams: batch
         | {
             "token_ids": torch.zeros(4, max_len, dtype=torch.int32),
             "num_tokens": torch.full((4,), max_len, dtype=torch.int32),
-            "limits": counts,
+            "limits": limits_of(counts),
             "min_ngram_size": 1,
             "max_ngram_size": 3,
             "match_len_cap": 64,
@@ -463,7 +467,8 @@ def arguments(num_reqs=2, num_steps=2, width=4, max_len=16, **changes):
         (offer_ngrams, {"chains_per_start": 0}, "chains_per_start=0"),
         (offer_ngrams, {"token_ids": torch.zeros(4, 16)}, r"token_ids must be torch\.int32"),
         (offer_ngrams, {"num_tokens": torch.zeros(2, dtype=torch.int32)}, "num_tokens must"),
-        (offer_ngrams, {"limits": torch.zeros(3, dtype=torch.int32)}, "limits must"),
+        (offer_model, {"limits": limits_of([1])}, "max_drafts must"),
+        (offer_ngrams, {"limits": limits_of([1])}, "max_drafts must"),
         (offer_ngrams, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
         (offer_chain, {"chain": 7}, "chain=7 must lie between 0 and 6"),
         (offer_chain, {"chain": -1}, "chain=-1"),
@@ -493,7 +498,7 @@ def test_launches_depend_on_shapes_alone(monkeypatch):
     for name, launch in zip(KERNELS, launches, strict=True):
         monkeypatch.setattr(offers, name, launch)
     nobody = torch.full((3,), -1, dtype=torch.int32)
-    calls = [arguments(3, max_len=5000), arguments(3, max_len=5000, idx_mapping=nobody, limits=nobody)]
+    calls = [arguments(3, max_len=5000), arguments(3, max_len=5000, idx_mapping=nobody, limits=limits_of([0] * 3))]
     with OnlyTorch(torch.ops.aten.empty):
         for functions in calls:
             for function, call in functions.items():

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.kernels.drafts import DraftCounts, Limits
 from vllm_specplus.proposers import SuffixMatcher
 from vllm_specplus.requests.options import SCOPE_ENTRY
 from vllm_specplus.runners.faults import Faults
@@ -67,7 +68,10 @@ class Engine:
         )
         self.copier = TokenCopier(config, torch.device("cpu"), self.states, is_async=is_async, keeps_last=is_async)
         self.scopes = SuffixScopes(self.options)
-        self.slot_filler = SuffixFiller(self.options, self.states, self.copier, self.scopes, Faults(logs=False))
+        self.by_state = DraftCounts(*torch.full((2, max_num_reqs), SENTINEL, dtype=torch.int32))
+        self.slot_filler = SuffixFiller(
+            self.options, self.states, self.copier, self.scopes, Faults(logs=False), self.by_state
+        )
         self.prompt_len: dict[str, int] = {}
         self._ended: set[str] = set()
 
@@ -143,22 +147,23 @@ class Engine:
             idx_mapping=torch.tensor(indices, dtype=torch.int32),
             idx_mapping_np=np.array(indices, np.intp),
         )
-        num_steps = 0 if model is None else len(model[0])
+        model_drafts = torch.zeros(len(sampled), 0, dtype=torch.int64) if model is None else torch.tensor(model)
         slots = torch.full((len(sampled), self.width + 1), SENTINEL)
-        if model is not None:
-            slots[:, :num_steps] = torch.tensor(model)
-        limits = torch.tensor([width * bool(new) for new in sampled.values()], dtype=torch.int32)
+        num_sampled = torch.tensor([len(new) for new in sampled.values()], dtype=torch.int32)
+        limits = Limits(torch.full_like(num_sampled, width), num_sampled)
         drafts = slots[:, :width]
-        arrival = self.copier.advance(batch, drafts, num_steps, limits)
+        arrival = self.copier.advance(batch, model_drafts, limits)
         if width == 0:
-            self.slot_filler.skip(batch, drafts, num_steps, limits, arrival)
+            self.slot_filler.skip(batch, drafts, model_drafts, limits, arrival)
             return [[] for _ in sampled], [0] * len(sampled)
-        num_drafts, num_model = self.slot_filler.fill(batch, drafts, num_steps, limits, arrival)
-        assert torch.all(slots[:, max(width, num_steps) :] == SENTINEL)
+        num_drafts, num_model = self.slot_filler.fill(batch, drafts, model_drafts, limits, arrival)
+        assert torch.all(slots[:, width:] == SENTINEL)
         assert num_drafts.dtype == num_model.dtype == torch.int32
+        for noted, counts in zip(self.by_state, (num_drafts, num_model), strict=True):
+            assert torch.equal(noted[indices], counts)
         lists = []
         for row, count in zip(slots[:, :width].tolist(), num_drafts.tolist(), strict=True):
             assert count <= width
-            assert row[count:] == [-1] * (width - count)
+            assert row[count:] == [0] * (width - count)
             lists.append(row[:count])
         return lists, num_model.tolist()

@@ -12,7 +12,7 @@ from tests.kernels.test_drafts import Request, continued
 from tests.runners.test_live_requests import model_config, new_request
 from tests.runners.v2.suffix_engine import Event
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.kernels.drafts import begin_drafts
+from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.runners import live_requests
 from vllm_specplus.runners.v2 import requests as v2_requests
@@ -57,9 +57,8 @@ class Engine:
         self.copier = TokenCopier(config, cpu, self.states, is_async=is_async, keeps_last=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(v2_requests, "get_tp_group", lambda: SimpleNamespace(rank_in_group=rank))
-            self.tracker = RequestTracker(config, cpu, self.states, self.copier)
-        self.num_drafts = torch.zeros(4, dtype=torch.int32)
-        self.num_model = torch.zeros(4, dtype=torch.int32)
+            self.by_state = DraftCounts(*torch.zeros(2, 4, dtype=torch.int32))
+            self.tracker = RequestTracker(config, cpu, self.states, self.copier, self.by_state)
         self.places: dict[str, int] = {}
         self.prompt_len: dict[str, int] = {}
 
@@ -137,7 +136,7 @@ class Engine:
         counts = [*map(len, sampled.values()), 1, 1]
         num_sampled = torch.tensor(counts, dtype=torch.int32)
         mask = None if invalid is None else torch.tensor(invalid)
-        tracker.count_drafts(batch, num_sampled, self.num_drafts, self.num_model, mask)
+        tracker.count_drafts(batch, num_sampled, mask)
 
         for req_id, new in sampled.items():
             index = self.places[req_id]
@@ -145,22 +144,21 @@ class Engine:
             self.token_ids[index, end : end + len(new)] = torch.tensor(new, dtype=torch.int32)
             self.total_len[index] = end + len(new)
         lists = [(others or {}).get(req_id, ([], 0)) for req_id in sampled]
-        drafts = torch.tensor([(tokens + [-1] * width)[:width] for tokens, _ in lists]).reshape(len(lists), width)
-        most = torch.zeros(len(sampled), dtype=torch.int32)
-        begin_drafts(drafts, None, num_sampled, batch.idx_mapping, most, tracker.request_counts, width)
-        max_drafts = tracker.limit(batch, most)
-        if tracker.requests_with_reference(batch):
-            self.copier.advance(batch, drafts, 0, max_drafts)
-        num_drafts, num_model = tracker.put_references_first(
-            batch,
-            drafts,
+        drafts = torch.tensor([(tokens + [0] * width)[:width] for tokens, _ in lists]).reshape(len(lists), width)
+        counts = DraftCounts(
             torch.tensor([min(len(tokens), width) for tokens, _ in lists], dtype=torch.int32),
             torch.tensor([num_model for _, num_model in lists], dtype=torch.int32),
-            max_drafts,
         )
+        for noted, count in zip(self.by_state, counts, strict=True):
+            noted[batch.idx_mapping] = count
+        tracker.count_steps(batch, num_sampled)
+        limits = tracker.limit(batch, num_sampled, width)
+        if tracker.requests_with_reference(batch):
+            self.copier.advance(batch, drafts[:, :0], limits)
+        num_drafts, num_model = tracker.put_references_first(batch, drafts, counts, limits)
         assert num_drafts.dtype == num_model.dtype == torch.int32
-        self.num_drafts[batch.idx_mapping] = num_drafts
-        self.num_model[batch.idx_mapping] = num_model
+        for noted, count in zip(self.by_state, (num_drafts, num_model), strict=True):
+            assert torch.equal(noted[batch.idx_mapping], count)
         rows = [row[:count] for row, count in zip(drafts.tolist(), num_drafts.tolist(), strict=True)]
         return dict(zip(sampled, zip(rows, num_model.tolist(), strict=True), strict=True))
 
@@ -296,13 +294,20 @@ def test_each_request_has_its_own_limit():
     engine.add("c", 2, TEXT, max_drafts=0)
     engine.add("d", 3, TEXT, max_drafts=9)
     assert [engine.tracker.allows_drafts(index) for index in range(4)] == [True, True, False, True]
-    limit = engine.tracker.limit(engine.batch("dbca"), torch.tensor([4, 3, 3, 3], dtype=torch.int32))
-    assert limit.dtype == torch.int32
-    assert limit.tolist() == [4, 3, 0, 1]
-    assert engine.tracker.limit(engine.batch("a"), torch.zeros(1, dtype=torch.int32)).tolist() == [0]
-    unlimited = torch.full((2,), 4, dtype=torch.int32)
-    assert engine.tracker.limit(engine.batch("bd"), unlimited) is unlimited
-    assert Engine().tracker.limit(SimpleNamespace(), unlimited) is unlimited
+    num_sampled = torch.ones(4, dtype=torch.int32)
+
+    def limits(req_ids: str, width: int) -> list[int]:
+        limits = engine.tracker.limit(engine.batch(req_ids), num_sampled, width)
+        assert limits.max_drafts_ptr.dtype == torch.int32
+        assert limits.num_sampled_ptr is num_sampled
+        return limits.max_drafts_ptr.tolist()
+
+    assert limits("dbca", 4) == [4, 4, 0, 1]
+    assert limits("dbca", 3) == [3, 3, 0, 1]
+    assert limits("ab", 0) == [0, 0]
+    # Nothing is copied where no request of the batch has a limit of its own.
+    engine.copier.to_device = None
+    assert limits("bd", 3) == [3, 3]
 
 
 @pytest.mark.parametrize(("method", "source"), [("ngram", "ngram"), ("suffix", "suffix"), ("naive", "ngram")])

@@ -12,7 +12,7 @@ from vllm_specplus import sources
 from vllm_specplus.kernels.arbiter.keys import copied_keys, factors, first_keys, load_chains, model_keys
 from vllm_specplus.kernels.arbiter.state import ONE, SHIFT, State, sizes_of
 from vllm_specplus.kernels.checks import check_rows, check_vector
-from vllm_specplus.kernels.drafts import DraftCounts, Drafts
+from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, make_counts, store_counts
 
 _MODEL = tl.constexpr(sources.MODEL)
 _UNFILLED = tl.constexpr(sources.UNFILLED)
@@ -21,15 +21,12 @@ _UNFILLED = tl.constexpr(sources.UNFILLED)
 class Chosen(NamedTuple):
     """What `choose` has chosen, beside the drafts. A place without a request has no drafts, values or chances.
 
-    num_drafts, num_model: [B] int32, drafts of each request, and how many of them are the model's.
-    source: [B] int32, of the others; UNFILLED where there are none.
+    counts: [B].
     values: [B, S + 1] int64, the value of the best drafts with each number of passes; past those made the last repeats.
     chances: [B, K] int64, of each draft if those before it are right, in units of 1 / ONE; 0 after the last draft.
     """
 
-    num_drafts: torch.Tensor
-    num_model: torch.Tensor
-    source: torch.Tensor
+    counts: DraftCounts
     values: torch.Tensor
     chances: torch.Tensor
 
@@ -38,9 +35,11 @@ def choose(
     state: State,
     num_tokens: torch.Tensor,
     idx_mapping: torch.Tensor,
-    limits: torch.Tensor,
+    limits: Limits,
     slot_price: torch.Tensor,
     drafts: torch.Tensor,
+    by_state: DraftCounts,
+    sources: torch.Tensor,
 ) -> Chosen:
     """Choose the drafts of each request among what was offered.
 
@@ -48,9 +47,11 @@ def choose(
         state: its `offer_positions` are changed in place.
         num_tokens: [R] int32, known tokens of each request.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request, and no drafts.
-        limits: [B] int32, the most drafts of each request; counts as K if more.
+        limits: of each request's drafts; counts as K if more.
         slot_price: [1] int64, >= 0, in units of 1 / ONE tokens.
-        drafts: [B, K] int64, takes the drafts, and -1 after the last; rows may be strided.
+        drafts: [B, K] int64, takes the drafts, padded with token 0; rows may be strided.
+        by_state: [R], takes the counts.
+        sources: [R] int32, takes the source of the drafts that are not the model's; UNFILLED where there are none.
 
     Raises:
         ValueError: a tensor of another shape, dtype or layout.
@@ -62,12 +63,12 @@ def choose(
     check_rows("drafts", drafts, torch.int64)
     check_vector("num_tokens", num_tokens, state.offer_positions.shape[0], torch.int32)
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_vector("limits", limits, num_reqs, torch.int32)
+    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
     check_vector("slot_price", slot_price, 1, torch.int64)
-    num_drafts = torch.empty(num_reqs, dtype=torch.int32, device=drafts.device)
+    check_vector("sources", sources, state.offer_positions.shape[0], torch.int32)
     values = torch.empty((num_reqs, num_steps + 1), dtype=torch.int64, device=drafts.device)
     chances = torch.empty((num_reqs, width), dtype=torch.int64, device=drafts.device)
-    chosen = Chosen(num_drafts, torch.empty_like(num_drafts), torch.empty_like(num_drafts), values, chances)
+    chosen = Chosen(make_counts(num_reqs, drafts.device), values, chances)
     if num_reqs:
         _choose_kernel[(num_reqs,)](
             state.offers,
@@ -79,8 +80,9 @@ def choose(
             limits,
             slot_price,
             Drafts(drafts, drafts.stride(0)),
-            DraftCounts(chosen.num_drafts, chosen.num_model),
-            chosen.source,
+            chosen.counts,
+            by_state,
+            sources,
             chosen.values,
             chosen.chances,
             sizes_of(state),
@@ -97,11 +99,12 @@ def _choose_kernel(
     positions_ptr,  # changed in place
     num_tokens_ptr,
     idx_mapping_ptr,
-    limits_ptr,
+    limits,  # Limits
     price_ptr,
     drafts,  # out: Drafts
     counts,  # out: DraftCounts
-    source_ptr,  # out
+    by_state,  # out: DraftCounts
+    sources_ptr,  # out, by request state
     values_ptr,  # out
     chances_out_ptr,  # out
     sizes,  # Sizes
@@ -112,7 +115,7 @@ def _choose_kernel(
     is_request = row >= 0
     num_tokens = tl.load(num_tokens_ptr + row, mask=is_request, other=0)
     tl.store(positions_ptr + row, num_tokens.to(tl.int64), mask=is_request)
-    limit = tl.minimum(tl.load(limits_ptr + i_req), sizes.WIDTH)
+    limit = tl.minimum(load_limit(limits, i_req), sizes.WIDTH)
     price = tl.load(price_ptr)
     passes = tl.load(offers.passes + row, mask=is_request, other=0).to(tl.int32)
     chains = load_chains(offers, row, passes, sizes)
@@ -156,15 +159,15 @@ def _choose_kernel(
     num_model = tl.maximum(_take(num_best, sizes.NUM_STEPS), 0)
     chain = _take(behind, num_model)
     num_drafts = num_model + _take(worth.size, chain)
-    tl.store(counts.num_drafts_ptr + i_req, num_drafts)
-    tl.store(counts.num_model_ptr + i_req, num_model)
-    tl.store(source_ptr + i_req, tl.where(chain >= 0, _take(chains.sources, chain), _UNFILLED))
+    store_counts(counts, by_state, i_req, row, num_drafts, num_model)
+    source = tl.where(chain >= 0, _take(chains.sources, chain), _UNFILLED)
+    tl.store(sources_ptr + row, source.to(tl.int32), mask=is_request)
 
     slots = tl.arange(0, sizes.BLOCK_WIDTH)
     is_model = slots < num_model
     p_chain = offers.chains + (row * sizes.NUM_CHAINS + chain) * sizes.WIDTH
-    drafted = tl.load(offers.model + row * sizes.NUM_STEPS + slots, mask=is_model, other=-1)
-    copied = tl.load(p_chain + slots - num_model, mask=(slots >= num_model) & (slots < num_drafts), other=-1)
+    drafted = tl.load(offers.model + row * sizes.NUM_STEPS + slots, mask=is_model, other=0)
+    copied = tl.load(p_chain + slots - num_model, mask=(slots >= num_model) & (slots < num_drafts), other=0)
     p_drafts = drafts.ptr + i_req * drafts.stride
     tl.store(p_drafts + slots, tl.where(is_model, drafted, copied).to(tl.int64), mask=slots < sizes.WIDTH)
 

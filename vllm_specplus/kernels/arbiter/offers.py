@@ -10,6 +10,7 @@ import triton.language as tl
 
 from vllm_specplus.kernels.arbiter.state import ASLEEP, State, sizes_of
 from vllm_specplus.kernels.checks import check_rows, check_vector, describe
+from vllm_specplus.kernels.drafts import Limits, load_limit
 from vllm_specplus.kernels.ngram import (
     Texts,
     best_of_block,
@@ -21,12 +22,14 @@ from vllm_specplus.kernels.ngram import (
 )
 
 
-def offer_model(state: State, idx_mapping: torch.Tensor, model_drafts: torch.Tensor) -> None:
-    """Offer the draft model's drafts to the requests that have not given it up.
+def offer_model(state: State, idx_mapping: torch.Tensor, limits: Limits, model_drafts: torch.Tensor) -> None:
+    """Offer the draft model's drafts to the requests that have not given it up and may draft.
 
     Args:
-        state: `offers.model` and `offers.passes` are changed in place; a request that is asleep has made no passes.
+        state: `offers.model` and `offers.passes` are changed in place, but not of a request that may not draft; one
+            that is asleep has made no passes.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
+        limits: of each request's drafts.
         model_drafts: [B, passes] int64, at most S passes, perhaps none; rows may be strided.
 
     Raises:
@@ -34,6 +37,7 @@ def offer_model(state: State, idx_mapping: torch.Tensor, model_drafts: torch.Ten
     """
     num_reqs, num_steps = idx_mapping.shape[0], state.offers.model.shape[1]
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
+    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
     check_rows("model_drafts", model_drafts, torch.int64)
     num_passes = model_drafts.shape[1]
     if model_drafts.shape[0] != num_reqs or num_passes > num_steps:
@@ -43,6 +47,7 @@ def offer_model(state: State, idx_mapping: torch.Tensor, model_drafts: torch.Ten
             state.offers,
             state.credits,
             idx_mapping,
+            limits,
             model_drafts,
             model_drafts.stride(0),
             num_passes,
@@ -56,6 +61,7 @@ def _offer_model_kernel(
     offers,  # Offers, changed in place
     credits_ptr,
     idx_mapping_ptr,
+    limits,  # Limits
     drafts_ptr,
     drafts_stride,
     num_passes,
@@ -64,12 +70,14 @@ def _offer_model_kernel(
     """Grid (num_reqs,)."""
     i_req = tl.program_id(0).to(tl.int64)
     row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
-    credits = tl.load(credits_ptr + row, mask=row >= 0, other=ASLEEP)
+    # In its prompt, which has a limit of 0, the model has drafted tokens that are known.
+    is_offered = (row >= 0) & (load_limit(limits, i_req) > 0)
+    credits = tl.load(credits_ptr + row, mask=is_offered, other=ASLEEP)
     passes = tl.where(credits != ASLEEP, num_passes, 0)
     places = tl.arange(0, sizes.BLOCK_STEPS)
     drafted = tl.load(drafts_ptr + i_req * drafts_stride + places, mask=places < passes, other=0)
     tl.store(offers.model + row * sizes.NUM_STEPS + places, drafted.to(tl.int32), mask=places < passes)
-    tl.store(offers.passes + row, passes.to(tl.int64), mask=row >= 0)
+    tl.store(offers.passes + row, passes.to(tl.int64), mask=is_offered)
 
 
 def offer_chain(
@@ -149,7 +157,7 @@ def offer_ngrams(
     token_ids: torch.Tensor,
     num_tokens: torch.Tensor,
     idx_mapping: torch.Tensor,
-    limits: torch.Tensor,
+    limits: Limits,
     *,
     min_ngram_size: int,
     max_ngram_size: int,
@@ -168,7 +176,7 @@ def offer_ngrams(
         token_ids: [R, max_len] int32, the requests' tokens; rows may be strided.
         num_tokens: [R] int32, known tokens of each request; counts as `max_len` if more.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
-        limits: [B] int32, the most drafts of each request, the model's too; counts as K if more.
+        limits: of each request's drafts, the model's too; counts as K if more.
         min_ngram_size: tokens of the shortest n-gram, >= 1.
         max_ngram_size: tokens of the longest n-gram, >= min_ngram_size.
         match_len_cap: agreements are measured up to this many tokens; raised to `max_ngram_size`.
@@ -192,20 +200,21 @@ def offer_ngrams(
     check_rows("token_ids", token_ids, torch.int32)
     check_vector("num_tokens", num_tokens, max_num_reqs, torch.int32)
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_vector("limits", limits, num_reqs, torch.int32)
+    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
     if not num_reqs:
         return
 
     num_splits, block = split_text(max_len)
     keys = torch.empty((num_reqs, num_starts, num_splits), dtype=torch.int64, device=token_ids.device)
-    texts = Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping, limits)
+    texts = Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping)
     sizes, same = sizes_of(state), {"NUM_SPLITS": num_splits, "BLOCK": block, "TAKES_FIRST": takes_first}
     _search_kernel[(num_reqs, num_splits, num_starts)](
-        texts, state.offers, keys, sizes, MIN_SIZE=min_ngram_size, MAX_SIZE=max_ngram_size, **same
+        texts, limits, state.offers, keys, sizes, MIN_SIZE=min_ngram_size, MAX_SIZE=max_ngram_size, **same
     )
     match_len_cap = max(match_len_cap, max_ngram_size)
     _fill_kernel[(num_reqs, num_starts)](
         texts,
+        limits,
         state.offers,
         keys,
         sizes,
@@ -230,9 +239,9 @@ class _Tail(NamedTuple):
 
 
 @triton.jit
-def _load_tail(texts, offers, i_req, start, sizes):
+def _load_tail(texts, limits, offers, i_req, start, sizes):
     """The `_Tail` of a request and `start` drafts of the model."""
-    row, num_tokens, limit = load_request(texts, i_req, sizes.WIDTH)
+    row, num_tokens, limit = load_request(texts, limits, i_req, sizes.WIDTH)
     passes = tl.load(offers.passes + row)
     return _Tail(
         texts.ptr + row * texts.stride,
@@ -246,6 +255,7 @@ def _load_tail(texts, offers, i_req, start, sizes):
 @triton.jit
 def _search_kernel(
     texts,  # Texts
+    limits,  # Limits
     offers,  # Offers
     keys_ptr,  # out
     sizes,  # Sizes
@@ -259,7 +269,7 @@ def _search_kernel(
     i_req = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
     start = tl.program_id(2)
-    tail = _load_tail(texts, offers, i_req, start, sizes)
+    tail = _load_tail(texts, limits, offers, i_req, start, sizes)
     num_blocks = tl.cdiv(tail.end - 1, BLOCK)
     if (i_split >= num_blocks) | (tail.room == 0):
         return
@@ -290,6 +300,7 @@ def _search_kernel(
 @triton.jit
 def _fill_kernel(
     texts,  # Texts
+    limits,  # Limits
     offers,  # Offers, changed in place
     keys_ptr,
     sizes,  # Sizes
@@ -308,7 +319,7 @@ def _fill_kernel(
     row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
     if row < 0:
         return
-    tail = _load_tail(texts, offers, i_req, start, sizes)
+    tail = _load_tail(texts, limits, offers, i_req, start, sizes)
 
     # Only keys that this call's searches have written: their programs may return early.
     splits = tl.arange(0, BLOCK_SPLITS)

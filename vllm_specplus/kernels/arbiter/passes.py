@@ -17,6 +17,7 @@ from vllm_specplus.kernels.arbiter.state import (
     sizes_of,
 )
 from vllm_specplus.kernels.checks import check_vector
+from vllm_specplus.kernels.drafts import Limits
 
 _BLOCK_REQS = 64  # requests that the program takes at a time
 _BLOCK_LENGTHS = triton.next_power_of_2(NUM_LENGTHS.value)
@@ -26,7 +27,7 @@ NUM_TOTALS = 2
 def plan_passes(
     state: State,
     idx_mapping: torch.Tensor,
-    limits: torch.Tensor,
+    limits: Limits,
     pass_prices: torch.Tensor,
     totals: torch.Tensor,
 ) -> torch.Tensor:
@@ -35,7 +36,7 @@ def plan_passes(
     Args:
         state: `gains.steps_since_all` is changed in place.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
-        limits: [B] int32, the most drafts of each request; one that may not draft needs the first pass, and no other.
+        limits: of each request's drafts; one that may not draft needs the first pass, and no other.
         pass_prices: [S] int64, >= 0, of each pass for the whole batch.
         totals: [2] int64, copied into the result.
 
@@ -47,7 +48,7 @@ def plan_passes(
     """
     num_reqs, num_steps = idx_mapping.shape[0], state.offers.model.shape[1]
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_vector("limits", limits, num_reqs, torch.int32)
+    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
     check_vector("pass_prices", pass_prices, num_steps, torch.int64)
     check_vector("totals", totals, NUM_TOTALS, torch.int64)
     report = torch.empty(NUM_TOTALS + 1 + num_reqs, dtype=torch.int64, device=totals.device)
@@ -75,7 +76,7 @@ def _plan_kernel(
     credits_ptr,
     gains,  # Gains; steps_since_all is changed in place
     idx_mapping_ptr,
-    limits_ptr,
+    limits,  # Limits
     pass_prices_ptr,
     totals_ptr,
     report_ptr,  # out
@@ -96,7 +97,8 @@ def _plan_kernel(
         tl.store(report_ptr + NUM_TOTALS + 1 + i_reqs, credits, mask=i_reqs < num_reqs)
         is_awake = credits != ASLEEP
         num_awake += tl.sum(is_awake.to(tl.int64), axis=0)
-        is_drafting = is_awake & (tl.load(limits_ptr + i_reqs, mask=is_awake, other=0) > 0)
+        is_drafting = is_awake & (tl.load(limits.num_sampled_ptr + i_reqs, mask=is_awake, other=0) > 0)
+        is_drafting = is_drafting & (tl.load(limits.max_drafts_ptr + i_reqs, mask=is_awake, other=0) > 0)
         is_class = classes_of_histories(offers, rows, is_drafting, sizes)[:, None] == classes[None, :]
         num_requests += tl.sum((is_class & is_drafting[:, None]).to(tl.int64), axis=0)
 

@@ -17,6 +17,7 @@ import torch
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels import arbiter as kernels
 from vllm_specplus.kernels.arbiter.state import NO_OFFERS, ONE
+from vllm_specplus.kernels.drafts import DraftCounts, Limits
 from vllm_specplus.proposers.adaptive import arrange_chains
 from vllm_specplus.proposers.arbiter import ASLEEP, CommonAccount, Prices, ScaledPrices, prior_chances
 from vllm_specplus.runners.arbiter_options import MATCH_LEN_CAP, arbiter_options, matching_sources
@@ -72,6 +73,7 @@ class AdaptiveFiller(SlotFiller):
     """Fills slots with what earns most, of all sources; references are among them.
 
     Args:
+        by_state: see `Drafting.counts`.
         confidences: see `Drafting.confidences`.
     """
 
@@ -82,8 +84,10 @@ class AdaptiveFiller(SlotFiller):
         req_states: "FollowedRequestState",
         copier: TokenCopier,
         requests: RequestTracker,
+        by_state: DraftCounts,
         confidences: torch.Tensor | None = None,
     ):
+        self._by_state = by_state
         self._confidences = confidences
         self._options: SpecPlusOptions = vllm_config.speculative_config.specplus
         self._arguments = arbiter_options(vllm_config)
@@ -96,7 +100,7 @@ class AdaptiveFiller(SlotFiller):
         self._suffix: SuffixFiller | None = None
         if SUFFIX in self._matching:
             faults = requests.live_requests.faults
-            self._suffix = SuffixFiller(self._options, req_states, copier, requests.scopes, faults)
+            self._suffix = SuffixFiller(self._options, req_states, copier, requests.scopes, faults, by_state)
         self.needs_every_step = self._suffix is not None
         # With asynchronous scheduling the host has launched a step before the device is at the end of the one before.
         self._lag = 2 if copier.is_async else 1
@@ -199,13 +203,13 @@ class AdaptiveFiller(SlotFiller):
         self,
         input_batch: Any,
         drafts: torch.Tensor,
-        num_steps: int,
-        max_drafts: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
         arrival: Arrival | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> DraftCounts:
         """See `SlotFiller.fill`."""
         self._judge(input_batch)
-        self._offer_model(input_batch, drafts[:, :num_steps], max_drafts)
+        self._offer_model(input_batch, model_drafts, limits)
         state, idx_mapping = self._state, input_batch.idx_mapping
         if NGRAM in self._matching:
             kernels.offer_ngrams(
@@ -213,7 +217,7 @@ class AdaptiveFiller(SlotFiller):
                 self._req_states.all_token_ids.gpu,
                 self._req_states.total_len.gpu,
                 idx_mapping,
-                max_drafts,
+                limits,
                 min_ngram_size=self._options.min_ngram_size,
                 max_ngram_size=self._options.max_ngram_size,
                 match_len_cap=MATCH_LEN_CAP,
@@ -222,35 +226,37 @@ class AdaptiveFiller(SlotFiller):
                 chains_per_start=len(self._matching),
             )
         if self._suffix is not None:
-            for start, chain in enumerate(self._suffix.chains(input_batch, num_steps, max_drafts, arrival)):
+            num_passes = model_drafts.shape[1]
+            for start, chain in enumerate(self._suffix.chains(input_batch, num_passes, limits, arrival)):
                 which = start * len(self._matching) + self._matching.index(SUFFIX)
                 kernels.offer_chain(state, which, idx_mapping, *chain)
-        reference = self._requests.continue_references(input_batch, max_drafts)
+        reference = self._requests.continue_references(input_batch, limits)
         if reference is not None:
             kernels.offer_chain(state, self._reference_chain, idx_mapping, *reference)
 
-        chosen = self._choose(input_batch, drafts, max_drafts)
-        self._settle(input_batch, chosen.values, max_drafts)
-        self._requests.set_fill_source(idx_mapping, chosen.source)
+        chosen = self._choose(input_batch, drafts, limits)
+        self._settle(input_batch, chosen.values, limits)
         if self._confidences is not None:
             torch.div(chosen.chances, ONE.value, out=self._confidences[: len(chosen.chances)])
-        return chosen.num_drafts, chosen.num_model
+        return chosen.counts
 
     def skip(
         self,
         input_batch: Any,
         drafts: torch.Tensor,
-        num_steps: int,
-        decodes: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
         arrival: Arrival | None,
     ) -> None:
         """See `SlotFiller.skip`; the model's passes earn nothing in such a step, but are paid for."""
         self._judge(input_batch)
-        self._offer_model(input_batch, drafts[:, :num_steps], decodes)
+        # Requests that have left their prompts could draft.
+        decoding = limits._replace(max_drafts_ptr=torch.ones_like(limits.max_drafts_ptr))
+        self._offer_model(input_batch, model_drafts, decoding)
         if self._suffix is not None:
-            self._suffix.skip(input_batch, drafts, num_steps, decodes, arrival)
-        chosen = self._choose(input_batch, drafts, torch.zeros_like(decodes))
-        self._settle(input_batch, chosen.values, decodes)
+            self._suffix.skip(input_batch, drafts, model_drafts, limits, arrival)
+        chosen = self._choose(input_batch, drafts, limits)
+        self._settle(input_batch, chosen.values, decoding)
 
     def _judge(self, input_batch: Any) -> None:
         """Judge the offers of the last step by the tokens that have come."""
@@ -259,18 +265,23 @@ class AdaptiveFiller(SlotFiller):
         texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu
         kernels.judge_and_update(self._state, *texts, input_batch.idx_mapping, self._totals[:1])
 
-    def _offer_model(self, input_batch: Any, model_drafts: torch.Tensor, limits: torch.Tensor) -> None:
-        """Offer the model's drafts; in a prompt, which has a limit of 0, it has drafted tokens that are known."""
+    def _offer_model(self, input_batch: Any, model_drafts: torch.Tensor, limits: Limits) -> None:
         if model_drafts.shape[1]:
-            drafting = torch.where(limits > 0, input_batch.idx_mapping, -1)
-            kernels.offer_model(self._state, drafting, model_drafts)
+            kernels.offer_model(self._state, input_batch.idx_mapping, limits, model_drafts)
 
-    def _choose(self, input_batch: Any, drafts: torch.Tensor, limits: torch.Tensor) -> kernels.Chosen:
-        slot = self._prices_on_device[:1]
-        num_tokens = self._req_states.total_len.gpu
-        return kernels.choose(self._state, num_tokens, input_batch.idx_mapping, limits, slot, drafts)
+    def _choose(self, input_batch: Any, drafts: torch.Tensor, limits: Limits) -> kernels.Chosen:
+        return kernels.choose(
+            self._state,
+            self._req_states.total_len.gpu,
+            input_batch.idx_mapping,
+            limits,
+            self._prices_on_device[:1],
+            drafts,
+            self._by_state,
+            self._requests.fill_source,
+        )
 
-    def _settle(self, input_batch: Any, values: torch.Tensor, limits: torch.Tensor) -> None:
+    def _settle(self, input_batch: Any, values: torch.Tensor, limits: Limits) -> None:
         """Enter what the passes have earned, and report the step to the host; with a limit of 0 one pass is enough."""
         step, pass_prices = self._prices_on_device[1:2], self._prices_on_device[2:]
         kernels.settle(

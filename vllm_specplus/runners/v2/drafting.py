@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.kernels.drafts import begin_drafts, finish_drafts
+from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
 from vllm_specplus.runners.v2.fillers import EmptyFiller, NgramFiller, ReferencesFirst, SlotFiller
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
@@ -32,6 +32,7 @@ class Drafting:
         draft_tokens: [max_num_reqs, K] int64, the drafts of this step's batch, padded with token 0.
         num_drafts: [max_num_reqs] int32 by request state: drafts of each request, in its first slots.
         num_model: [max_num_reqs] int32 by request state: how many of these are the draft model's.
+        counts: both.
         latest: [B] int32 drafts of each request of the latest batch.
         confidences: [max_num_reqs, K] float32, the chance of each draft of this step's batch if those before it are
             right; 0 after the last draft. vLLM's adaptive verification reads it; None: that is off.
@@ -48,8 +49,8 @@ class Drafting:
         self.draft_tokens = torch.zeros(max_num_reqs, self.width, dtype=torch.int64, device=device)
         self.num_drafts = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.num_model = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.counts = DraftCounts(self.num_drafts, self.num_model)
         self.latest = self.num_drafts[:0]
-        self._max_drafts = torch.zeros_like(self.num_drafts)
         self.confidences: torch.Tensor | None = None
         if options.is_hybrid and vllm_config.speculative_config.enable_adaptive_verification:
             self.confidences = torch.zeros(max_num_reqs, self.width, dtype=torch.float32, device=device)
@@ -60,7 +61,7 @@ class Drafting:
             is_async=self.is_async,
             keeps_last=self.is_async and options.matches_suffixes,
         )
-        self.requests = RequestTracker(vllm_config, device, req_states, self._copier)
+        self.requests = RequestTracker(vllm_config, device, req_states, self._copier, self.counts)
         self._faults = self.requests.live_requests.faults
         self._slot_filler = self._make_slot_filler(vllm_config, device, req_states)
         req_states.drafting = self
@@ -86,7 +87,7 @@ class Drafting:
 
     def warm_up(self) -> None:
         """Compile the kernels that only some requests need."""
-        self.requests.warm_up(self.draft_tokens[:1], self.num_drafts, self.num_model)
+        self.requests.warm_up(self.draft_tokens[:1])
         self._slot_filler.warm_up()
 
     def reset(self) -> None:
@@ -132,36 +133,35 @@ class Drafting:
     def _fill(
         self, input_batch: Any, model_drafts: torch.Tensor | None, num_sampled: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_reqs, idx_mapping = input_batch.num_reqs, input_batch.idx_mapping
-        draft_tokens = self.draft_tokens[:num_reqs]
-        num_steps = 0 if model_drafts is None else model_drafts.shape[1]
-        # Kernels are compiled for all K slots, and `max_drafts` keeps to the width of this step.
-        max_drafts = self._max_drafts[:num_reqs]
-        request_counts = self.requests.request_counts
-        begin_drafts(draft_tokens, model_drafts, num_sampled, idx_mapping, max_drafts, request_counts, width)
-        max_drafts = self.requests.limit(input_batch, max_drafts)
+        idx_mapping = input_batch.idx_mapping
+        draft_tokens = self.draft_tokens[: input_batch.num_reqs]
+        if model_drafts is None:
+            model_drafts = draft_tokens[:, :0]
+        self.requests.count_steps(input_batch, num_sampled)
+        # Kernels are compiled for all K slots, and the limits keep to the width of this step.
+        limits = self.requests.limit(input_batch, num_sampled, width)
         arrival = None
         if self._slot_filler.needs_every_step or self.requests.requests_with_reference(input_batch):
-            arrival = self._copier.advance(input_batch, draft_tokens, num_steps, max_drafts)
+            arrival = self._copier.advance(input_batch, model_drafts, limits)
         if width == 0:
-            decodes = (num_sampled[:num_reqs] > 0).to(torch.int32)
-            self._slot_filler.skip(input_batch, draft_tokens, num_steps, decodes, arrival)
+            self._slot_filler.skip(input_batch, draft_tokens, model_drafts, limits, arrival)
             self.latest = self.num_drafts[idx_mapping]
             return draft_tokens, self.latest, self.num_model[idx_mapping]
-        num_drafts, num_model = self._slot_filler.fill(input_batch, draft_tokens, num_steps, max_drafts, arrival)
-        finish_drafts(draft_tokens, idx_mapping, num_drafts, num_model, self.num_drafts, self.num_model)
-        self.latest = num_drafts
-        return draft_tokens, num_drafts, num_model
+        counts = self._slot_filler.fill(input_batch, draft_tokens, model_drafts, limits, arrival)
+        self.latest = counts.num_drafts_ptr
+        return draft_tokens, *counts
 
     def _make_slot_filler(
         self, vllm_config: Any, device: torch.device, req_states: "FollowedRequestState"
     ) -> SlotFiller:
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         if options.adaptive:
-            return AdaptiveFiller(vllm_config, device, req_states, self._copier, self.requests, self.confidences)
-        filler: SlotFiller = EmptyFiller()
+            return AdaptiveFiller(
+                vllm_config, device, req_states, self._copier, self.requests, self.counts, self.confidences
+            )
+        filler: SlotFiller = EmptyFiller(self.counts)
         if options.matches_ngrams:
-            filler = NgramFiller(options, req_states)
+            filler = NgramFiller(options, req_states, self.counts)
         elif options.matches_suffixes:
-            filler = SuffixFiller(options, req_states, self._copier, self.requests.scopes, self._faults)
+            filler = SuffixFiller(options, req_states, self._copier, self.requests.scopes, self._faults, self.counts)
         return ReferencesFirst(filler, self.requests)

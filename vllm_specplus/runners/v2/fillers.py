@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.kernels.drafts import DraftCounts, Limits, place_drafts
 from vllm_specplus.kernels.ngram import fill_drafts
 from vllm_specplus.runners.v2.host_tokens import Arrival
 from vllm_specplus.runners.v2.requests import RequestTracker
@@ -24,38 +25,37 @@ class SlotFiller(Protocol):
         self,
         input_batch: Any,
         drafts: torch.Tensor,
-        num_steps: int,
-        max_drafts: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
         arrival: Arrival | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> DraftCounts:
         """Draft for a batch of B requests.
 
         Args:
             input_batch: vLLM's.
-            drafts: [B, K] int64, changed in place: the model's drafts in its first `num_steps` columns, and afterwards
-                each request's drafts with -1 after the last.
-            num_steps: drafts that the model made for each request.
-            max_drafts: [B] int32, the most drafts of each request.
+            drafts: [B, K] int64, takes the drafts, padded with token 0.
+            model_drafts: [B, num_steps] int64, apart from `drafts`.
+            limits: of each request's drafts.
             arrival: the tokens that `TokenCopier.advance` has brought to the host, if any.
 
         Returns:
-            [B] int32 drafts of each request, and [B] int32 how many of them are the model's.
+            [B] the counts. They have been noted by request state as well.
         """
 
     def skip(
         self,
         input_batch: Any,
         drafts: torch.Tensor,
-        num_steps: int,
-        decodes: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
         arrival: Arrival | None,
     ) -> None:
         """Follow a step in which vLLM wants no drafts; nothing to do by default.
 
         Args:
-            input_batch, num_steps, arrival: as for `fill`.
-            drafts: [B, K] int64, may be changed: the model's drafts in its first `num_steps` columns.
-            decodes: [B] int32, 1 for a request that has left its prompt, and 0 for the others.
+            input_batch, model_drafts, arrival: as for `fill`.
+            drafts: [B, K] int64, may be changed.
+            limits: no request may draft.
         """
         return
 
@@ -88,48 +88,54 @@ class SlotFiller(Protocol):
 class NgramFiller(SlotFiller):
     """Matches n-grams of a request's own text on the device."""
 
-    def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState"):
+    def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState", by_state: DraftCounts):
         self._options = options
         self._req_states = req_states
+        self._by_state = by_state
 
     def fill(
         self,
         input_batch: Any,
         drafts: torch.Tensor,
-        num_steps: int,
-        max_drafts: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
         arrival: Arrival | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> DraftCounts:
         """See `SlotFiller.fill`."""
         return fill_drafts(
             self._req_states.all_token_ids.gpu,
             self._req_states.total_len.gpu,
             input_batch.idx_mapping,
             drafts,
-            num_model_steps=num_steps,
+            model_drafts,
+            limits,
+            self._by_state,
             min_ngram_size=self._options.min_ngram_size,
             max_ngram_size=self._options.max_ngram_size,
             match_override_len=self._options.match_override_len,
             takes_first=self._options.ngram_match_order == "first",
-            max_drafts=max_drafts,
         )
 
 
 class EmptyFiller(SlotFiller):
     """Leaves all slots empty, for method `naive`: only references draft."""
 
+    def __init__(self, by_state: DraftCounts):
+        self._by_state = by_state
+        self._none = torch.zeros_like(by_state.num_drafts_ptr)
+
     def fill(
         self,
         input_batch: Any,
         drafts: torch.Tensor,
-        num_steps: int,
-        max_drafts: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
         arrival: Arrival | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> DraftCounts:
         """See `SlotFiller.fill`."""
-        drafts.fill_(-1)
-        none = torch.zeros_like(max_drafts)
-        return none, none
+        none = self._none[: len(drafts)]
+        place_drafts(drafts, drafts, none, none, input_batch.idx_mapping, self._by_state)
+        return DraftCounts(none, none)
 
 
 class ReferencesFirst(SlotFiller):
@@ -148,21 +154,21 @@ class ReferencesFirst(SlotFiller):
         self,
         input_batch: Any,
         drafts: torch.Tensor,
-        num_steps: int,
-        max_drafts: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
         arrival: Arrival | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> DraftCounts:
         """See `SlotFiller.fill`."""
-        num_drafts, num_model = self._filler.fill(input_batch, drafts, num_steps, max_drafts, arrival)
-        return self._requests.put_references_first(input_batch, drafts, num_drafts, num_model, max_drafts)
+        counts = self._filler.fill(input_batch, drafts, model_drafts, limits, arrival)
+        return self._requests.put_references_first(input_batch, drafts, counts, limits)
 
     def skip(
         self,
         input_batch: Any,
         drafts: torch.Tensor,
-        num_steps: int,
-        decodes: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
         arrival: Arrival | None,
     ) -> None:
         """See `SlotFiller.skip`."""
-        self._filler.skip(input_batch, drafts, num_steps, decodes, arrival)
+        self._filler.skip(input_batch, drafts, model_drafts, limits, arrival)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_specplus.kernels.drafts import continue_forecasts, report_tokens
+from vllm_specplus.kernels.drafts import Limits, continue_forecasts, report_tokens
 
 if TYPE_CHECKING:
     from vllm_specplus.runners.v2.states import FollowedRequestState
@@ -122,22 +122,19 @@ class TokenCopier:
         self._pins = device.type != "cpu"
         self._previous: Arrival | None = None
 
-    def advance(
-        self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor
-    ) -> Arrival | None:
+    def advance(self, input_batch: Any, model_drafts: torch.Tensor, limits: Limits) -> Arrival | None:
         """Send this step's tokens, wait for those that are due, and write them into the mirror.
 
         Args:
             input_batch: vLLM's.
-            drafts: [B, K] int64, the model's drafts in its first `num_steps` columns.
-            num_steps: drafts that the model made for each request.
-            max_drafts: [B] int32, the most drafts of each request.
+            model_drafts: [B, num_steps] int64.
+            limits: of each request's drafts.
 
         Returns:
             The tokens that were due: this step's, or those of the step before with asynchronous scheduling. Its first
             step has None.
         """
-        due: Arrival | None = self._send(input_batch, drafts, num_steps, max_drafts)
+        due: Arrival | None = self._send(input_batch, model_drafts, limits)
         if self.is_async:
             due, self._previous = self._previous, due
         if due is not None:
@@ -176,7 +173,7 @@ class TokenCopier:
         token_ids: np.ndarray,
         num_tokens: np.ndarray,
         agreed: np.ndarray,
-        max_drafts: torch.Tensor,
+        limits: Limits,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Take chains that go on from the tokens on the host, and let the device go on from the latest ones.
 
@@ -185,7 +182,7 @@ class TokenCopier:
             token_ids: [B, reach] int32, what may follow.
             num_tokens: [B] int32, tokens of each chain.
             agreed: [B] int32, how many tokens before it agree.
-            max_drafts: [B] int32, the most drafts of each request.
+            limits: of each request's drafts.
 
         Returns:
             [B, K] int64 tokens, [B] int32 their number, 0 where other tokens have come, and [B] int32 how many tokens
@@ -206,8 +203,8 @@ class TokenCopier:
             num_forecast,
             base_len,
             replaces,
-            num_model_steps=0,
-            max_drafts=max_drafts,
+            model_drafts=None,
+            limits=limits,
             agreed=agreed_on_device,
         )
         return continued, num_continued, agreed_on_device
@@ -221,15 +218,15 @@ class TokenCopier:
         done.record()
         return copy, done
 
-    def _send(self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor) -> Arrival:
+    def _send(self, input_batch: Any, model_drafts: torch.Tensor, limits: Limits) -> Arrival:
         # A request gets at most one token more than it has drafts.
         states = self._req_states
         report = report_tokens(
             states.all_token_ids.gpu,
             states.total_len.gpu,
             input_batch.idx_mapping,
-            max_drafts,
-            drafts[:, :num_steps],
+            limits,
+            model_drafts,
             self._width,
         )
         rows, done = self.to_host(report)

@@ -12,8 +12,8 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.kernels.counts import count_drafts, mark_padding
-from vllm_specplus.kernels.drafts import continue_forecasts, prefer_forecasts, report_tokens
+from vllm_specplus.kernels.counts import count_drafts, count_steps, mark_padding
+from vllm_specplus.kernels.drafts import DraftCounts, Limits, continue_forecasts, prefer_forecasts, report_tokens
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.runners.suffix_scopes import SuffixScopes
@@ -30,14 +30,26 @@ class RequestTracker:
     Attributes:
         request_counts: [max_num_reqs, 3] int64 by request state: steps that gave tokens, drafts of the reference, those
             accepted. The rows of requests that ask for nothing are not read.
+        fill_source: [max_num_reqs] int32 by request state, the source of drafts that are not the model's.
+
+    Args:
+        by_state: see `Drafting.counts`.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: "FollowedRequestState", copier: TokenCopier):
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        req_states: "FollowedRequestState",
+        copier: TokenCopier,
+        by_state: DraftCounts,
+    ):
         options: SpecPlusOptions = vllm_config.speculative_config.specplus
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._width = vllm_config.speculative_config.num_speculative_tokens
         self._req_states = req_states
         self._copier = copier
+        self._by_state = by_state
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
         self.live_requests = LiveRequests(options, vllm_config.model_config, warns=get_tp_group().rank_in_group == 0)
         self.scopes = SuffixScopes(options)
@@ -45,8 +57,11 @@ class RequestTracker:
         self._requests_by_state: dict[int, LiveRequest] = {}
         self._ended: Collection[str] = ()  # with this step
         self._kept: dict[str, Any] = {}
-        # By request state: the source of drafts that are not the model's.
-        self._fill_source = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
+        # By the width of a step, so that no step has to make it.
+        self._max_drafts = [
+            torch.full((max_num_reqs,), width, dtype=torch.int32, device=device) for width in range(self._width + 1)
+        ]
+        self.fill_source = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2, len(SOURCES), self._width, dtype=torch.int64, device=device)
         self.request_counts = torch.zeros(max_num_reqs, 3, dtype=torch.int64, device=device)
 
@@ -70,17 +85,17 @@ class RequestTracker:
     def after_step(self, output: Any) -> None:
         """Do nothing: the device counts."""
 
-    def warm_up(self, drafts: torch.Tensor, num_drafts: torch.Tensor, num_model: torch.Tensor) -> None:
-        """Launch once the kernels that only requests with a reference or a grammar need; no request runs.
+    def warm_up(self, drafts: torch.Tensor) -> None:
+        """Launch once the kernels that only some requests need; no request runs.
 
         Args:
             drafts: [1, K] int64, overwritten.
-            num_drafts, num_model: [max_num_reqs] int32 by request state.
         """
         none = torch.zeros(1, dtype=torch.int32, device=drafts.device)
         idx_mapping = torch.zeros(1, dtype=torch.int64, device=drafts.device)
         texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu, idx_mapping
-        report_tokens(*texts, none, drafts[:, :0], self._width)
+        limits = Limits(none, none)
+        report_tokens(*texts, limits, drafts[:, :0], self._width)
         continue_forecasts(
             *texts,
             drafts,
@@ -88,25 +103,24 @@ class RequestTracker:
             none,
             none,
             none,
-            num_model_steps=0,
-            max_drafts=none,
+            model_drafts=None,
+            limits=limits,
             agreed=none.clone(),
         )
-        sources = self._fill_source, REFERENCE, self._history_source
-        prefer_forecasts(drafts, none, none, drafts, none, none, idx_mapping, *sources)
-        drafts.zero_()
+        sources = self.fill_source, REFERENCE, self._history_source
+        prefer_forecasts(drafts, none, none, drafts, none, none, idx_mapping, *sources, self._by_state)
+        count_steps(self.request_counts, none, idx_mapping)
         count_drafts(
             self._counts,
             self.request_counts,
             none,
             none.new_zeros(2),
             idx_mapping,
-            num_drafts,
-            num_model,
-            self._fill_source,
+            *self._by_state,
+            self.fill_source,
             none.new_zeros(2, dtype=torch.bool),
         )
-        mark_padding(none, idx_mapping, num_drafts, none.new_zeros(1, dtype=torch.bool))
+        mark_padding(none, idx_mapping, self._by_state.num_drafts_ptr, none.new_zeros(1, dtype=torch.bool))
 
     def reset(self) -> None:
         """Clear the counts by source and position, and what steps have cost; no request runs."""
@@ -126,7 +140,7 @@ class RequestTracker:
         request = self._requests_by_state.pop(index, None)
         if request is None:
             return
-        self._fill_source[index].fill_(self._history_source)
+        self.fill_source[index].fill_(self._history_source)
         if request.counts_key is not None:
             self.live_requests.counts.add_later(request.counts_key, self.request_counts[index].clone())
 
@@ -158,56 +172,58 @@ class RequestTracker:
         indices = input_batch.idx_mapping_np.tolist()
         return {i: self._requests_by_state[index] for i, index in enumerate(indices) if self.has_reference(index)}
 
-    def limit(self, input_batch: Any, max_drafts: torch.Tensor) -> torch.Tensor:
-        """[B] int32: `max_drafts`, or less where a request allows no more."""
+    def limit(self, input_batch: Any, num_sampled: torch.Tensor, width: int) -> Limits:
+        """What limits the drafts of each request.
+
+        Args:
+            input_batch: vLLM's.
+            num_sampled: [>= B] int32 tokens that each request got.
+            width: slots of a request in the next step, 0..K.
+        """
+        limits = Limits(self._max_drafts[width][: len(input_batch.req_ids)], num_sampled)
         if not self._requests_by_state and not self.live_requests.faults.without_drafts:
-            return max_drafts
-        allowed = self.live_requests.max_drafts(input_batch.req_ids, self._width)
-        if np.all(allowed == self._width):
-            return max_drafts
-        return torch.minimum(max_drafts, self._copier.to_device(allowed.astype(np.int32)))
+            return limits
+        allowed = self.live_requests.max_drafts(input_batch.req_ids, width)
+        if np.all(allowed == width):
+            return limits
+        return limits._replace(max_drafts_ptr=self._copier.to_device(allowed.astype(np.int32)))
 
     def put_references_first(
-        self,
-        input_batch: Any,
-        drafts: torch.Tensor,
-        num_drafts: torch.Tensor,
-        num_model: torch.Tensor,
-        max_drafts: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, input_batch: Any, drafts: torch.Tensor, counts: DraftCounts, limits: Limits
+    ) -> DraftCounts:
         """Replace a request's drafts with those of its reference where the reference tells how the output goes on.
 
         Args:
             input_batch: vLLM's.
             drafts: [B, K] int64, changed in place.
-            num_drafts, num_model: [B] int32.
-            max_drafts: [B] int32, the most drafts of each request.
+            counts: [B].
+            limits: of each request's drafts.
 
         Returns:
-            The new `num_drafts` and `num_model`.
+            The new counts.
         """
-        found = self.continue_references(input_batch, max_drafts)
+        found = self.continue_references(input_batch, limits)
         if found is None:
-            return num_drafts, num_model
+            return counts
         return prefer_forecasts(
             drafts,
-            num_drafts,
-            num_model,
+            *counts,
             *found,
             input_batch.idx_mapping,
-            self._fill_source,
+            self.fill_source,
             REFERENCE,
             self._history_source,
+            self._by_state,
         )
 
     def continue_references(
-        self, input_batch: Any, max_drafts: torch.Tensor
+        self, input_batch: Any, limits: Limits
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """What the references say of how the outputs go on; see `TokenCopier.continue_chains`.
 
         Args:
             input_batch: vLLM's.
-            max_drafts: [B] int32, the most drafts of each request.
+            limits: of each request's drafts.
 
         Returns:
             [B, K] int64 tokens, [B] int32 their number, and [B] int32 how many output tokens speak for them; None where
@@ -224,26 +240,19 @@ class RequestTracker:
             found = request.reference.draft(mirror.output(indices[i]), reach)
             token_ids[i, : len(found)] = found
             num_tokens[i], agreed[i] = len(found), request.reference.agreed
-        return self._copier.continue_chains(input_batch, token_ids, num_tokens, agreed, max_drafts)
+        return self._copier.continue_chains(input_batch, token_ids, num_tokens, agreed, limits)
 
-    def set_fill_source(self, idx_mapping: torch.Tensor, sources: torch.Tensor) -> None:
-        """Note who made the drafts that are not the model's; `sources`: [B] int, for the requests of `idx_mapping`."""
-        self._fill_source[idx_mapping] = sources.to(torch.int32)
+    def count_steps(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
+        """Count a step for the requests that got tokens ([>= B] int32), where somebody is to see the counts."""
+        if any(request.counts_key is not None for request in self._requests_by_state.values()):
+            count_steps(self.request_counts, num_sampled, input_batch.idx_mapping)
 
-    def count_drafts(
-        self,
-        input_batch: Any,
-        num_sampled: torch.Tensor,
-        num_drafts: torch.Tensor,
-        num_model: torch.Tensor,
-        invalid: torch.Tensor | None,
-    ) -> None:
+    def count_drafts(self, input_batch: Any, num_sampled: torch.Tensor, invalid: torch.Tensor | None) -> None:
         """Count what became of a step's drafts.
 
         Args:
             input_batch: vLLM's.
             num_sampled: [B] int32 tokens that each request got.
-            num_drafts, num_model: [max_num_reqs] int32 by request state.
             invalid: [num_rows] bool, rows whose draft a grammar forbids, or None.
         """
         with self.live_requests.faults.caught("counting"):
@@ -253,9 +262,8 @@ class RequestTracker:
                 num_sampled,
                 input_batch.cu_num_logits,
                 input_batch.idx_mapping,
-                num_drafts,
-                num_model,
-                self._fill_source,
+                *self._by_state,
+                self.fill_source,
                 invalid,
             )
 

@@ -203,9 +203,7 @@ class CountingRejectionSampler(RejectionSampler):
             input_batch.expanded_local_pos, input_batch.expanded_idx_mapping, drafting.num_drafts, invalid_drafts
         )
         output = super().__call__(logits, input_batch, draft_logits, no_drafts)
-        drafting.requests.count_drafts(
-            input_batch, output.num_sampled, drafting.num_drafts, drafting.num_model, invalid_drafts
-        )
+        drafting.requests.count_drafts(input_batch, output.num_sampled, invalid_drafts)
         return output
 
 

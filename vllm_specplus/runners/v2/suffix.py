@@ -14,7 +14,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.kernels.drafts import continue_forecasts
+from vllm_specplus.kernels.drafts import DraftCounts, Limits, continue_forecasts, place_drafts
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.hybrid import HybridDrafter
 from vllm_specplus.proposers.suffix import SuffixMatcher
@@ -56,10 +56,12 @@ class SuffixFiller(SlotFiller):
         copier: TokenCopier,
         scopes: SuffixScopes,
         faults: Faults,
+        by_state: DraftCounts,
     ):
         self._options = options
         self._scopes = scopes
         self._faults = faults
+        self._by_state = by_state
         self._req_states = req_states
         self._copier = copier
         self.reset()
@@ -76,37 +78,37 @@ class SuffixFiller(SlotFiller):
         self,
         input_batch: Any,
         drafts: torch.Tensor,
-        num_steps: int,
-        max_drafts: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
         arrival: Arrival | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> DraftCounts:
         """See `SlotFiller.fill`."""
         self._take_in(arrival)
         if self._copier.is_async:
-            return self._continue(input_batch, drafts, num_steps, max_drafts)
+            return self._continue(input_batch, drafts, model_drafts, limits)
         assert arrival is not None
-        return self._draft(input_batch, drafts, arrival.rows, num_steps)
+        return self._draft(input_batch, drafts, arrival.rows, model_drafts.shape[1])
 
     def skip(
         self,
         input_batch: Any,
         drafts: torch.Tensor,
-        num_steps: int,
-        decodes: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
         arrival: Arrival | None,
     ) -> None:
         """See `SlotFiller.skip`."""
         self._take_in(arrival)
 
     def chains(
-        self, input_batch: Any, num_passes: int, max_drafts: torch.Tensor, arrival: Arrival | None
+        self, input_batch: Any, num_passes: int, limits: Limits, arrival: Arrival | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """What the trees say behind each number of the model's drafts: 0, 1, ..., `num_passes`.
 
         With asynchronous scheduling only what they say behind none of them: the others have not come to the host.
 
         Args:
-            input_batch, max_drafts, arrival: as for `fill`.
+            input_batch, limits, arrival: as for `fill`.
             num_passes: drafts that the model made for each request.
 
         Yields:
@@ -116,16 +118,14 @@ class SuffixFiller(SlotFiller):
         history = self._history(input_batch)
         if self._copier.is_async:
             match = self._matcher.match(history, None, np.full(len(history.req_ids), self._copier.reach, np.int32))
-            yield self._copier.continue_chains(
-                input_batch, match.token_ids, match.num_tokens, match.match_len, max_drafts
-            )
+            yield self._copier.continue_chains(input_batch, match.token_ids, match.num_tokens, match.match_len, limits)
             return
         assert arrival is not None
-        limits = arrival.rows[:, 1]
+        max_drafts = arrival.rows[:, 1]
         model_drafts = arrival.rows[:, arrival.rows.shape[1] - num_passes :]
         for start in range(num_passes + 1):
             drafts_before = model_drafts[:, :start] if start else None
-            match = self._matcher.match(history, drafts_before, np.maximum(limits - start, 0))
+            match = self._matcher.match(history, drafts_before, np.maximum(max_drafts - start, 0))
             tokens, num_tokens, match_len = self._copier.pack_to_device(
                 match.token_ids, match.num_tokens, match.match_len
             )
@@ -166,9 +166,7 @@ class SuffixFiller(SlotFiller):
             indices=indices,
         )
 
-    def _draft(
-        self, input_batch: Any, drafts: torch.Tensor, rows: np.ndarray, num_steps: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draft(self, input_batch: Any, drafts: torch.Tensor, rows: np.ndarray, num_steps: int) -> DraftCounts:
         """Draft from this step's tokens and the model's drafts, which have all come to the host."""
         history, limits = self._history(input_batch), rows[:, 1]
         if num_steps:
@@ -183,17 +181,17 @@ class SuffixFiller(SlotFiller):
         else:
             lists = self._matcher.match(history, None, limits).to_lists()
             num_model = np.zeros(len(lists), np.int32)
-        padded = np.full((len(lists), drafts.shape[1]), -1, np.int32)
+        padded = np.zeros((len(lists), drafts.shape[1]), np.int32)
         for i, row in enumerate(lists):
             padded[i, : len(row)] = row
         counts = np.array([len(row) for row in lists])
         tokens, num_drafts, num_from_model = self._copier.pack_to_device(padded, counts, num_model)
-        drafts.copy_(tokens)
-        return num_drafts, num_from_model
+        place_drafts(drafts, tokens, num_drafts, num_from_model, input_batch.idx_mapping, self._by_state)
+        return DraftCounts(num_drafts, num_from_model)
 
     def _continue(
-        self, input_batch: Any, drafts: torch.Tensor, num_steps: int, max_drafts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, input_batch: Any, drafts: torch.Tensor, model_drafts: torch.Tensor, limits: Limits
+    ) -> DraftCounts:
         """Forecast from the tokens of the step before, and let the device continue behind this step's tokens."""
         history = self._history(input_batch)
         reach = np.full(len(history.req_ids), self._copier.reach, np.int32)
@@ -206,6 +204,7 @@ class SuffixFiller(SlotFiller):
             input_batch.idx_mapping,
             drafts,
             *self._copier.pack_to_device(match.token_ids, match.num_tokens, history.num_tokens, replaces),
-            num_model_steps=num_steps,
-            max_drafts=max_drafts,
+            model_drafts=model_drafts if model_drafts.shape[1] else None,
+            limits=limits,
+            by_state=self._by_state,
         )
