@@ -42,20 +42,18 @@ class HeadSettings:
         passages: texts that are read, of ``passage_tokens`` each.
         feature_layers: the number of the target's layers before each place that the head reads.
         draft_vocab_size: the most frequent tokens, which the head can draft.
-        passes: that are trained; later ones on what earlier ones drafted.
-        epochs: how often the texts are seen.
+        passes: of each epoch, how many are trained; later ones work on what earlier ones made.
         step_tokens: most tokens of a training step, padding included.
     """
 
-    answers: int = 1280
-    answer_tokens: int = 256
-    passages: int = 160
+    answers: int = 1024
+    answer_tokens: int = 224
+    passages: int = 120
     passage_tokens: int = 512
     feature_layers: tuple[int, ...] = (9, 19, 30)
     draft_vocab_size: int = 8192
-    passes: int = 2
-    epochs: int = 3
-    step_tokens: int = 4096
+    passes: tuple[int, ...] = (1, 1, 2)
+    step_tokens: int = 1024
     matrix_rate: float = 0.01
     vector_rate: float = 1e-3
     held_out: float = 0.03
@@ -256,14 +254,14 @@ class Trainer:
         rng = random.Random(settings.seed)
         texts = sorted(texts, key=lambda text: len(text.tokens))
         batches = list(_rows([len(text.tokens) for text in texts], settings.step_tokens))
-        num_steps = settings.epochs * len(batches)
+        num_steps = len(settings.passes) * len(batches)
         optimizers = self._optimizers()
         schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: _rate(step / num_steps)) for o in optimizers]
         task = bar.add_task("the head learns", total=num_steps)
-        for _ in range(settings.epochs):
+        for passes in settings.passes:
             rng.shuffle(batches)
             for rows in batches:
-                loss = self._loss([texts[row] for row in rows])
+                loss = self._loss([texts[row] for row in rows], passes)
                 loss.backward()
                 for optimizer, schedule in zip(optimizers, schedules, strict=True):
                     optimizer.step()
@@ -282,9 +280,8 @@ class Trainer:
             torch.optim.Adam(others, self.settings.vector_rate, betas=(0.9, 0.95), fused=True),
         ]
 
-    def _hidden(self, batch: list[Text]) -> tuple[list[Tensor], Tensor, Tensor]:
+    def _hidden(self, batch: list[Text], passes: int) -> tuple[list[Tensor], Tensor, Tensor]:
         """What the head makes of texts, by pass; the target's last hidden states; which places count."""
-        passes = self.settings.passes
         tokens = nn.utils.rnn.pad_sequence([text.tokens for text in batch], batch_first=True)
         features = nn.utils.rnn.pad_sequence([text.features for text in batch], batch_first=True)
         # A place needs the tokens of all passes behind it.
@@ -297,8 +294,8 @@ class Trainer:
         counts = torch.arange(length) < (lengths - passes)[:, None]
         return hidden, last.detach(), counts
 
-    def _loss(self, batch: list[Text]) -> Tensor:
-        hidden, last, counts = self._hidden(batch)
+    def _loss(self, batch: list[Text], passes: int) -> Tensor:
+        hidden, last, counts = self._hidden(batch, passes)
         lm_head = self._lm_head[self.vocab]
         loss = torch.zeros(())
         for i, states in enumerate(hidden):
@@ -313,9 +310,10 @@ class Trainer:
     @torch.inference_mode()
     def agreement(self, texts: list[Text]) -> tuple[list[float], float]:
         """By pass the share of own tokens whose draft is the target's greedy choice; how many can be drafted."""
-        same, total, in_vocab = [0] * self.settings.passes, 0, 0
+        passes = max(self.settings.passes)
+        same, total, in_vocab = [0] * passes, 0, 0
         for text in texts:
-            hidden, last, _ = self._hidden([text])
+            hidden, last, _ = self._hidden([text], passes)
             first = max(text.first_answer - 1, 0)
             for i, states in enumerate(hidden):
                 choices = functional.linear(last[0, 1 + i :], self._lm_head).argmax(dim=-1)[: states.shape[1]]
