@@ -62,7 +62,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "vllm_specplus").rglob("*.py")}
-    assert modules | {"vllm_specplus/py.typed", f"{info_folder()}/licenses/LICENSE"} <= names
+    data = {"vllm_specplus/py.typed", "vllm_specplus/compare/report.css"}
+    assert modules | data | {f"{info_folder()}/licenses/LICENSE"} <= names
     assert {name.partition("/")[0] for name in names} == {"vllm_specplus", info_folder()}
 
 

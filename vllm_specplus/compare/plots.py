@@ -1,0 +1,165 @@
+"""The plots of a comparison, by matplotlib: of the extra ``plot``."""
+
+import io
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_specplus.compare.colors import INK, PART_COLORS, SERIES, SOURCE_COLORS, css_name
+from vllm_specplus.compare.runs import PARTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PLOTS = ("speed", "accepted", "time")
+_WIDTH = 7.0  # inches
+_STYLE: dict[Any, Any] = {
+    # The text of an SVG stays text, and the same numbers give the same file.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "vllm-specplus",
+    # Names of configurations are no mathematics.
+    "text.parse_math": False,
+    "font.size": 9,
+    "text.color": INK[0],
+    "axes.labelcolor": INK[0],
+    "axes.edgecolor": INK[0],
+    "xtick.color": INK[0],
+    "ytick.color": INK[0],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+
+
+class Plot:
+    """A plot, drawn in the colors for light ground.
+
+    Attributes:
+        name: of its file, without ending.
+        title: in the report.
+    """
+
+    def __init__(self, name: str, title: str, figure: "Figure") -> None:
+        self.name, self.title, self._figure = name, title, figure
+
+    def png(self) -> bytes:
+        """The picture, on white."""
+        return self._saved("png", dpi=150, facecolor="white")
+
+    def svg(self) -> str:
+        """An ``svg`` element whose colors are the page's variables of `css_variables`."""
+        text = self._saved("svg", transparent=True, metadata={"Date": None}).decode()
+        text = text[text.index("<svg") :]
+        for color in {INK, *SERIES, *SOURCE_COLORS.values(), *PART_COLORS.values()}:
+            text = text.replace(color[0], f"var({css_name(color[0])})")
+        return text
+
+    def _saved(self, kind: str, **options: Any) -> bytes:
+        from matplotlib import rc_context
+
+        file = io.BytesIO()
+        with rc_context(_STYLE):
+            self._figure.savefig(file, format=kind, bbox_inches="tight", **options)
+        return file.getvalue()
+
+
+def plots(data: dict[str, Any]) -> list[Plot]:
+    """The plots of the results that ``results.json`` holds; without those that would be empty."""
+    from matplotlib import rc_context
+
+    with rc_context(_STYLE):
+        return [plot for plot in (_speed(data), _accepted(data), _time(data)) if plot is not None]
+
+
+def _speed(data: dict[str, Any]) -> Plot | None:
+    """Speed against concurrency, a line for each configuration."""
+    levels = data["settings"]["concurrency"]
+    timed = [row for row in data["measurements"] if row["tokens_per_second"]]
+    if not timed:
+        return None
+    figure, axes = _figure(3.6)
+    for name, color in _series(data):
+        rows = [row for row in timed if row["configuration"] == name]
+        if rows:
+            speeds = [row["tokens_per_second"] for row in rows]
+            below = [row["tokens_per_second"] - row["lowest"] for row in rows]
+            above = [row["highest"] - row["tokens_per_second"] for row in rows]
+            places = [levels.index(row["concurrency"]) for row in rows]
+            axes.errorbar(places, speeds, (below, above), marker="o", capsize=3, color=color, label=name)
+    axes.set_xticks(range(len(levels)), [str(level) for level in levels])
+    axes.set_xlabel("requests at once")
+    axes.set_ylabel("tokens/s")
+    axes.set_ylim(bottom=0)
+    _legend(figure)
+    return Plot("speed", "tokens/s; bars from the lowest to the highest repeat", figure)
+
+
+def _accepted(data: dict[str, Any]) -> Plot | None:
+    """The share of verifications whose draft was accepted, by position and source; a panel for each configuration."""
+    from matplotlib.ticker import MaxNLocator
+
+    level = data["settings"]["concurrency"][0]
+    rows = [row for row in data["measurements"] if row["concurrency"] == level and row.get("accepted_by_position")]
+    if not rows:
+        return None
+    figure, panels = _figure(1.6 * len(rows), len(rows))
+    seen = {}
+    for row, axes in zip(rows, panels, strict=True):
+        positions = range(1, len(row["accepted_by_position"]) + 1)
+        bottom = [0.0] * len(positions)
+        for source, counts in row["accepted_by_source"].items():
+            totals = [sum(of[i] for of in row["accepted_by_source"].values()) for i in range(len(positions))]
+            heights = [
+                100 * share * count / total if total else 0.0
+                for share, count, total in zip(row["accepted_by_position"], counts, totals, strict=True)
+            ]
+            if any(heights):
+                seen[source] = axes.bar(positions, heights, bottom=bottom, color=SOURCE_COLORS[source][0])
+                bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        axes.set_title(row["configuration"], loc="left", fontsize=9)
+        axes.set_ylim(0, 100)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+        axes.set_ylabel("%")
+    panels[-1].set_xlabel("position of the draft in its step")
+    _legend(figure, list(seen.values()), list(seen))
+    return Plot("accepted", f"drafts accepted, by position and source, concurrency {level}", figure)
+
+
+def _time(data: dict[str, Any]) -> Plot | None:
+    """The shares of a step's parts, a bar for each configuration."""
+    timed = [configuration for configuration in data["configurations"] if configuration["seconds"]]
+    if not timed:
+        return None
+    figure, axes = _figure(0.8 + 0.4 * len(timed))
+    left = [0.0] * len(timed)
+    for part in PARTS:
+        shares = [100 * c["seconds"][part] / sum(c["seconds"].values()) for c in timed]
+        axes.barh(range(len(timed)), shares, left=left, color=PART_COLORS[part][0], label=part)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    axes.set_yticks(range(len(timed)), [c["name"] for c in timed])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of the time, one request at a time")
+    _legend(figure)
+    return Plot("time", "where the time goes", figure)
+
+
+def _series(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The name and the color of each configuration."""
+    for i, configuration in enumerate(data["configurations"]):
+        yield configuration["name"], SERIES[i % len(SERIES)][0]
+
+
+def _figure(height: float, num_panels: int = 0) -> tuple["Figure", Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    if num_panels:
+        return figure, list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
+    axes: Axes = figure.subplots()
+    return figure, axes
+
+
+def _legend(figure: "Figure", handles: list[Any] | None = None, names: list[str] | None = None) -> None:
+    given = {} if handles is None else {"handles": handles, "labels": names}
+    figure.legend(loc="outside upper left", ncols=3, **given)
