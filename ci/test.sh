@@ -92,18 +92,6 @@ fi
 while (($(jobs -p | wc -l) > 0)); do wait -n || code=1; done
 
 ((code == 0)) || echo "ci/test.sh: lint or tests failed, see above"
-# All summaries in one, as pytest writes it; a run without a single test has shown nothing.
-python - "$reports" <<'END' || code=1
-import sys
-from pathlib import Path
-from xml.etree import ElementTree
-
-suites = [s for report in Path(sys.argv[1]).glob("*.xml") for s in ElementTree.parse(report).iter("testsuite")]
-count = {key: sum(int(suite.get(key)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")}
-passed = count.pop("tests") - sum(count.values())
-seconds = sum(float(suite.get("time")) for suite in suites)
-parts = [f"{passed} passed", f"{count['failures']} failed", f"{count['errors']} errors", f"{count['skipped']} skipped"]
-print(f"===== {', '.join(parts)} in {seconds:.0f}s =====")
-sys.exit(passed == 0)
-END
+# All failures and all summaries in one place; a run without a single test has shown nothing.
+python ci/summary.py "$reports" || code=1
 exit "$code"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from tests.e2e.engines import engine, speculative, target
@@ -24,7 +25,10 @@ BLOCK_SIZE = 32
 # Tokens are bytes. The connector hands over whole blocks of a prompt, and dies of a prompt shorter than one.
 PROMPTS = [f"def add(a, b):\n    return a + b\n\n# {'=' * k}\ndef sub(a, b):\n    return a" for k in range(0, 60, 12)]
 NUM_TOKENS = 48
+MAX_MODEL_LEN = 4096
+# More than a busy machine takes.
 START_SECONDS = 480
+END_SECONDS = 240
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ def started(model: Path, config: dict[str, Any], folder: Path) -> Iterator[Pd]:
     command = [sys.executable, SCRIPT, model, "--port", str(ports[0])]
     for role, port, core in (("prefill", ports[1], cores[0]), ("decode", ports[2], cores[-1])):
         command += [f"--{role}-port", str(port), f"--{role}-env", f"VLLM_CPU_OMP_THREADS_BIND={core}"]
-    command += ["--served-model-name", "tiny", "--max-model-len", "512", "--enforce-eager", "--dtype", "float32"]
+    command += ["--served-model-name", "tiny", "--max-model-len", str(MAX_MODEL_LEN)]
+    command += ["--enforce-eager", "--dtype", "float32"]
     command += ["--kv-cache-memory-bytes", str(64 << 20), "--speculative-config", json.dumps(config)]
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     log = folder / "log"
@@ -70,9 +75,12 @@ def started(model: Path, config: dict[str, Any], folder: Path) -> Iterator[Pd]:
         pid = re.search(r"^decode server: process (\d+)", log.read_text(), re.MULTILINE)
         assert pid is not None
         yield Pd(*(Server(f"http://127.0.0.1:{port}", log, process.pid) for port in ports), int(pid[1]))
+    except BaseException:
+        print(log.read_text()[-8000:])
+        raise
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(END_SECONDS)
 
 
 def one_engine(model: Path, config: dict[str, Any], **sampling: Any) -> list[tuple[str, int]]:
@@ -135,32 +143,38 @@ def check_fields(pd: Pd, text: str) -> None:
 def check_death(pd: Pd, text: str) -> None:
     """Kill the decode server in the middle of a stream, and ask again."""
     came: list[str] = []
+    # A long one: the server makes a token in a millisecond or two.
+    max_tokens = MAX_MODEL_LEN - len(PROMPTS[0])
 
     def read() -> None:
-        for chunk in pd.complete(PROMPTS[0], max_tokens=400, stream=True, extra_body={"spec_tokens": 0}):
+        for chunk in pd.complete(PROMPTS[0], max_tokens=max_tokens, stream=True, extra_body={"spec_tokens": 0}):
             if not came:
                 os.kill(pd.decode_pid, signal.SIGKILL)
             came.append(chunk.choices[0].text)
 
     with pytest.raises(openai.APIError, match="the decode server failed"):
         read()
-    assert 0 < len(came) < 400
+    assert 0 < len(came) < max_tokens
     assert text.startswith("".join(came)[: len(text)])
     with pytest.raises(openai.APIStatusError, match="the decode server failed") as refused:
         pd.complete(PROMPTS[0])
     assert refused.value.status_code == 502
 
 
-def check_nothing_is_left(pid: int) -> None:
+def check_nothing_is_left(group: int) -> None:
     """The processes of the killed server are gone once the system has noticed it."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(pid, 0)
-        except ProcessLookupError:
-            return
+    deadline = time.monotonic() + END_SECONDS
+    while living := [p for p in psutil.process_iter() if _is_alive_in(p, group)]:
+        assert time.monotonic() < deadline, living
         time.sleep(0.1)
-    pytest.fail(f"processes of the group {pid} are still there")
+
+
+def _is_alive_in(process: psutil.Process, group: int) -> bool:
+    """A process whose parent is gone may stay as a zombie for as long as the machine's first process likes."""
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 @pytest.mark.slow
