@@ -1,12 +1,25 @@
 #!/usr/bin/env bash
-# Installs, trains the tiny model (the first time) and compares the ways of drafting on it. Arguments go to
-# examples/demo.py.
+# Installs, makes a model (the first time) and compares the ways of drafting on it. The model is tiny and trained here;
+# with `--model smollm2` it is SmolLM2-135M-Instruct, from the package index, with an EAGLE head trained here, which takes
+# some 15 minutes. Other arguments go to examples/demo.py.
 cd "$(dirname "$0")/.."
 source ci/setup.sh
 export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1
-# The model is too tiny to gain from a second thread, and on a busy machine waiting for one takes ten times as long.
-export OMP_NUM_THREADS=1
 
-model=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-specplus/demo-model
-python -m vllm_specplus.testing.tiny_model "$model" --kind trained --quiet
-python examples/demo.py "$model" --logs .venv/demo-logs "$@"
+models=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-specplus
+if [[ ${1:-} == --model ]]; then
+  [[ ${2:-} == smollm2 ]] || fail "--model ${2:-} is not allowed: smollm2, or no --model for the tiny one"
+  shift 2
+  # Of the extra `real` its packages alone: to install the project again would bring back what setup removes.
+  packages=$(python -c 'from importlib.metadata import requires
+print(*(each.partition(";")[0] for each in requires("vllm-specplus") if "\"real\"" in each))')
+  # shellcheck disable=SC2086
+  step "installs $packages" pip_install $packages
+  python -m vllm_specplus.testing.real_model "$models/demo-smollm2" --head
+  python examples/demo.py "$models/demo-smollm2" --eagle "$models/demo-smollm2/eagle" --logs .venv/demo-logs "$@"
+else
+  # The model is too tiny to gain from a second thread, and on a busy machine waiting for one takes ten times as long.
+  export OMP_NUM_THREADS=1
+  python -m vllm_specplus.testing.tiny_model "$models/demo-model" --kind trained --quiet
+  python examples/demo.py "$models/demo-model" --logs .venv/demo-logs "$@"
+fi

@@ -1,9 +1,10 @@
-"""Six ways of drafting on three real prompts, in one table; `bash ci/demo.sh` runs it on a model of its own.
+"""Six ways of drafting on some prompts, in one table; `bash ci/demo.sh` runs it on models of the project's own.
 
-    python examples/demo.py MODEL [--json FILE] [--logs FOLDER]
+    python examples/demo.py MODEL [--eagle HEAD] [--json FILE] [--logs FOLDER]
 
-Each engine runs in a process of its own, whose output goes to a log file. Every way of drafting must give the text of
-the engine without speculation; the exit code says whether it did.
+MODEL has an MTP head and continues texts, or, with an EAGLE-3 head, answers as a chat model. Each engine runs in a
+process of its own, whose output goes to a log file. Every way of drafting must give the text of the engine without
+speculation; the exit code says whether it did.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -28,22 +30,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from vllm_specplus.compare.prompts import Prompt
+from vllm_specplus.compare.workloads import workload
+
 MAX_TOKENS = 200
 REPEATS = 3
-NGRAM = {"max_ngram_size": 5, "min_ngram_size": 2}
-HYBRID = {"method": "mtp", "num_speculative_tokens": 5, "mtp_strategy": "with_ngram"} | NGRAM
 PLAIN = "no speculation"
-CONFIGS: dict[str, dict[str, Any] | None] = {
-    PLAIN: None,
-    "mtp": {"method": "mtp", "num_speculative_tokens": 1},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 5} | NGRAM,
-    "hybrid, append": HYBRID | {"adaptive": False},
-    "hybrid, override": HYBRID | {"match_override_len": 4},
-    "hybrid, adaptive": HYBRID,
-}
+NGRAM = {"max_ngram_size": 5, "min_ngram_size": 2}
 # What one engine does, in units of the progress bar: a start takes about as long as ten texts.
 START_UNITS = 10
-UNITS = START_UNITS + 3 * REPEATS
 HOW_TO_READ = (
     "* marks the fastest way of each prompt. A step is one pass of the target: drafting saves steps. tokens/s also "
     "pays for making and checking the drafts. That is dear beside the steps of a tiny model on a CPU, and far cheaper "
@@ -57,29 +52,79 @@ class EngineFailedError(Exception):
     """An engine's process ended without results."""
 
 
-def prompts() -> dict[str, str]:
-    """A library file to continue, a file to repeat with one name changed, and a JSON list.
+@dataclass(frozen=True)
+class Demo:
+    """What is compared.
+
+    Attributes:
+        configs: speculative configs by their names in the table; that of `PLAIN` is None.
+        prompts: by their names in the table.
+    """
+
+    configs: dict[str, dict[str, Any] | None]
+    prompts: dict[str, Prompt]
+
+    @property
+    def units(self) -> int:
+        """What one engine does, in units of the progress bar."""
+        return START_UNITS + len(self.prompts) * REPEATS
+
+
+def of_mtp() -> Demo:
+    """Texts to continue: a library file, a file to repeat with one name changed, and a JSON list.
 
     The tiny model has not been trained on either of the two files.
     """
+    hybrid = {"method": "mtp", "num_speculative_tokens": 5, "mtp_strategy": "with_ngram"} | NGRAM
+    configs = {
+        PLAIN: None,
+        "mtp": {"method": "mtp", "num_speculative_tokens": 1},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5} | NGRAM,
+        "hybrid, append": hybrid | {"adaptive": False},
+        "hybrid, override": hybrid | {"match_override_len": 4},
+        "hybrid, adaptive": hybrid,
+    }
     function = inspect.getsource(bz2.open)
     renamed = function.replace("filename", "path")
     rows = [{"id": i, "name": f"item {i}", "price": 10 + i, "in_stock": True} for i in range(8)]
-    return {
+    prompts = {
         "continue a file": inspect.getsource(csv)[:1500],
         "repeat, one name changed": f"{function}\n\n{renamed[:200]}",
         "a JSON list": json.dumps(rows, indent=1)[:-2] + ",\n",
     }
+    return Demo(configs, {name: Prompt(name, text) for name, text in prompts.items()})
 
 
-def run(
-    model: str, config: dict[str, Any] | None, advance: Callable[[str, int], None], wait: Callable[[], Any]
-) -> Results:
+def of_eagle(head: str) -> Demo:
+    """Questions to a chat model. What the plugin drafts for has the old text of the edit as OpenAI's ``prediction``."""
+    eagle = {"method": "eagle3", "model": head}
+    hybrid = eagle | {"num_speculative_tokens": 5, "num_model_steps": 2, "mtp_strategy": "with_ngram"} | NGRAM
+    # Without memory of other requests, since each prompt is repeated.
+    suffix = {"method": "suffix", "num_speculative_tokens": 5, "suffix_decoding_max_cached_requests": 0}
+    configs = {
+        PLAIN: None,
+        "eagle": eagle | {"num_speculative_tokens": 2},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5} | NGRAM,
+        "suffix": suffix,
+        "hybrid, append": hybrid | {"adaptive": False},
+        "hybrid, adaptive": hybrid,
+    }
+    prompts = {
+        "a chat": workload("chat")[1],
+        "code to continue": workload("code")[0],
+        "an edit, with a prediction": workload("edit")[0],
+        "a list into JSON": workload("json")[0],
+    }
+    return Demo(configs, prompts)
+
+
+def run(model: str, demo: Demo, name: str, advance: Callable[[str, int], None], wait: Callable[[], Any]) -> Results:
     """Measure one engine on all prompts.
 
     Args:
         model: the model's folder.
-        config: its speculative config.
+        demo: what is compared.
+        name: of the engine's speculative config.
         advance: is told what is done next, and how many units have been done since the last call.
         wait: waits until the engine, which has started, may run.
     """
@@ -87,29 +132,34 @@ def run(
 
     llm = LLM(
         model=model,
-        speculative_config=config,
-        dtype="float32",
+        speculative_config=demo.configs[name],
+        dtype="float32",  # a token's choice does not depend on how many are computed at once
         max_model_len=4096,
         enforce_eager=True,
         enable_prefix_caching=False,
-        kv_cache_memory_bytes=256 << 20,
+        kv_cache_memory_bytes=512 << 20,
         disable_log_stats=False,
     )
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     llm.generate(["warm up, warm up"], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
 
     advance("has started", START_UNITS)
     wait()
 
     results, done = {}, 0
-    for name, prompt in prompts().items():
+    for name, prompt in demo.prompts.items():
+        extra = {"prediction": {"type": "content", "content": prompt.reference}} if prompt.reference else None
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=not prompt.messages, extra_args=extra)
         before, seconds = counters(llm), []
         for _ in range(REPEATS):
             advance(name, done)
             start = time.perf_counter()
-            output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+            if prompt.messages:
+                answers = llm.chat(list(prompt.messages), params, use_tqdm=False)
+            else:
+                answers = llm.generate([prompt.text], params, use_tqdm=False)
             seconds.append(time.perf_counter() - start)
             done = 1
+        output = answers[0].outputs[0]
         after = counters(llm)
         steps, drafts, accepted, *by_position = (b - a for a, b in zip(before, after, strict=True))
         results[name] = {
@@ -132,13 +182,13 @@ def counters(llm: Any) -> list[int]:
     return [*map(int, counts), *found["spec_decode_num_accepted_tokens_per_pos"].values]
 
 
-def run_in_child(model: str, config: dict[str, Any] | None, log: Path, parent: Connection) -> None:
+def run_in_child(model: str, demo: Demo, name: str, log: Path, parent: Connection) -> None:
     """Send the parent progress and then the results; all that anything here prints goes to the log."""
     with log.open("wb") as file:
         # The descriptors themselves, since libraries in C++ and vLLM's own processes print too.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    parent.send(run(model, config, lambda name, units: parent.send((name, units)), parent.recv))
+    parent.send(run(model, demo, name, lambda doing, units: parent.send((doing, units)), parent.recv))
 
 
 class Child:
@@ -147,12 +197,12 @@ class Child:
     Both methods raise EngineFailedError with the end of the engine's log.
     """
 
-    def __init__(self, model: str, name: str, logs: Path):
+    def __init__(self, model: str, demo: Demo, name: str, logs: Path):
         self._name = name
         self._log = logs / f"{name.replace(', ', '-').replace(' ', '-')}.log"
         context = get_context("spawn")
         self._connection, childs = context.Pipe()
-        arguments = model, CONFIGS[name], self._log, childs
+        arguments = model, demo, name, self._log, childs
         self._process = context.Process(target=run_in_child, args=arguments, daemon=True)
         self._process.start()
         # Or the pipe stays open when the child has ended.
@@ -183,19 +233,19 @@ class Child:
             raise EngineFailedError(f"{end}\n\n{message}") from None
 
 
-def measure_all(model: str, logs: Path, console: Console) -> dict[str, Results]:
+def measure_all(model: str, demo: Demo, logs: Path, console: Console) -> dict[str, Results]:
     """Start engines two at a time and measure one after another; where there is no terminal, a line tells of each."""
     columns = SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     results: dict[str, Results] = {}
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=UNITS * len(CONFIGS))
-        for names in batched(CONFIGS, 2):
+        task = progress.add_task("", total=demo.units * len(demo.configs))
+        for names in batched(demo.configs, 2):
             progress.update(task, description=f"{' and '.join(names)}: the engines start")
-            children = {name: Child(model, name, logs) for name in names}
+            children = {name: Child(model, demo, name, logs) for name in names}
             for child in children.values():
                 progress.update(task, advance=child.wait_until_started())
             for name, child in children.items():
-                title = f"{name} ({len(results) + 1} of {len(CONFIGS)})"
+                title = f"{name} ({len(results) + 1} of {len(demo.configs)})"
                 if not console.is_terminal:
                     console.print(f"runs {title}", highlight=False)
 
@@ -216,7 +266,7 @@ def batched(names: Iterable[str], size: int) -> Iterator[list[str]]:
 
 def report(results: dict[str, Results], console: Console) -> bool:
     """Print the table; return whether every text equals the one without speculation."""
-    table = Table(title=f"greedy, {MAX_TOKENS} tokens, median (min to max) of {REPEATS} runs", box=SIMPLE)
+    table = Table(title=f"greedy, up to {MAX_TOKENS} tokens, median (min to max) of {REPEATS} runs", box=SIMPLE)
     table.add_column("prompt\n  drafting", no_wrap=True)
     for column in ("tokens/s", "steps per\n100 tokens", "mean\nlength", "% accepted\nby position", "same\ntext"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -247,10 +297,12 @@ def report(results: dict[str, Results], console: Console) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="folder of a model with an MTP head")
+    parser.add_argument("model", help="folder of a model, with an MTP head if there is no --eagle")
+    parser.add_argument("--eagle", metavar="HEAD", help="folder of an EAGLE-3 head for the model, which then answers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for the engines' logs (default: a new one)")
     args = parser.parse_args()
+    demo = of_eagle(args.eagle) if args.eagle else of_mtp()
     logs = args.logs or Path(tempfile.mkdtemp(prefix="specplus-demo-"))
     logs.mkdir(parents=True, exist_ok=True)
 
@@ -259,14 +311,14 @@ def main() -> int:
     console = Console() if sys.stdout.isatty() else Console(width=100)
     console.print(f"The engines' logs are in {logs}", highlight=False, soft_wrap=True)
     try:
-        results = measure_all(args.model, logs, console)
+        results = measure_all(args.model, demo, logs, console)
     except EngineFailedError as error:
         print(error, file=sys.stderr)
         return 1
 
     equal = report(results, console)
     if args.json:
-        args.json.write_text(json.dumps({"configs": CONFIGS, "results": results}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"configs": demo.configs, "results": results}, indent=1) + "\n")
     return 0 if equal else 1
 
 

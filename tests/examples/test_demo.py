@@ -61,3 +61,11 @@ def test_a_failing_engine_shows_its_log(tmp_path: Path) -> None:
     assert "RuntimeError: no such engine" in done.stderr
     assert f"its whole output is in {log}" in done.stderr
     assert done.stdout == f"The engines' logs are in {tmp_path / 'logs'}\n"
+
+
+def test_both_demos_begin_without_speculation() -> None:
+    for compared in (demo.of_mtp(), demo.of_eagle("HEAD")):
+        assert next(iter(compared.configs.items())) == (demo.PLAIN, None)
+        assert compared.units == demo.START_UNITS + demo.REPEATS * len(compared.prompts)
+    assert [bool(prompt.reference) for prompt in compared.prompts.values()] == [False, False, True, False]
+    assert {config.get("model", "HEAD") for config in compared.configs.values() if config} == {"HEAD"}
