@@ -1,0 +1,119 @@
+"""examples/ray_serve.py: what a request asks of the plugin works behind Ray Serve's address as it does with vLLM's."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tests.e2e.engines import engine
+from tests.e2e.serving import Server, free_port
+
+pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "ray_serve.py"
+# Tokens are bytes.
+PROMPT = "def add(a, b):\n    return a + b\n\n# 1\ndef sub(a, b):\n    return a"
+NUM_TOKENS = 48
+ENGINE = {"max_model_len": 512, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
+RAY = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 200_000_000}
+START_SECONDS, END_SECONDS = 540, 120
+# Ray sends a request to either replica. All to one of them: once in 30,000 runs.
+NUM_REQUESTS = 16
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def served(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two replicas of the hybrid."""
+    port = free_port()
+    log = tmp_path_factory.mktemp("ray") / "log"
+    command = [sys.executable, SCRIPT, trained, "--served-model-name", "tiny", "--port", str(port)]
+    for option, value in (("engine-args", ENGINE), ("ray", RAY)):
+        command += [f"--{option}", json.dumps(value)]
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    # By default Ray's processes give way to all others, so another test would starve them.
+    environment |= {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    server = Server(f"http://127.0.0.1:{port}", log, process.pid)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            assert process.poll() is None, server.log()[-4000:]
+            assert time.monotonic() < deadline, server.log()[-4000:]
+            with suppress(OSError):
+                server.get("/v1/models")
+                break
+            time.sleep(0.5)
+        yield server
+    finally:
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        process.wait(END_SECONDS)
+        for each in started:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+@pytest.fixture(scope="module")
+def text(trained: Path) -> str:
+    """The answer of vLLM alone."""
+    with engine(trained) as e:
+        return e.generate([list(PROMPT.encode())], max_tokens=NUM_TOKENS)[0].outputs[0].text
+
+
+def complete(server: Server, **fields: Any) -> Any:
+    request = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": NUM_TOKENS}
+    extra = {"ignore_eos": True, **fields.pop("extra_body", {})}
+    return server.client().completions.create(**request | fields, extra_body=extra)
+
+
+def test_predictions_by_both_replicas(served: Server, text: str) -> None:
+    prediction = {"type": "content", "content": text}
+    for _ in range(NUM_REQUESTS):
+        found = complete(served, extra_body={"prediction": prediction, "aux_info": True})
+        assert found.choices[0].text == text
+        assert found.usage.completion_tokens_details.accepted_prediction_tokens > NUM_TOKENS // 2
+        assert found.aux_info["output_len"] == NUM_TOKENS
+        assert found.aux_info["iter_count"] < NUM_TOKENS // 2
+    counts = {served.get("/specplus/stats") for _ in range(NUM_REQUESTS)}
+    drafted = [sum(row["drafted"] for row in json.loads(each)["totals"].values()) for each in counts]
+    assert len(drafted) == 2
+    assert min(drafted) > 0
+
+
+def test_a_stream(served: Server, text: str) -> None:
+    prediction = {"type": "content", "content": text}
+    chunks = list(complete(served, stream=True, extra_body={"prediction": prediction}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == text
+    assert len(chunks) < NUM_TOKENS // 2
+
+
+def test_a_chat_with_a_prediction(served: Server) -> None:
+    request = {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS, "extra_body": {"ignore_eos": True}}
+    messages = [{"role": "user", "content": "def add(a, b):"}]
+    client = served.client()
+    plain = client.chat.completions.create(**request, messages=messages).choices[0].message.content
+    prediction = {"type": "content", "content": plain}
+    found = client.chat.completions.create(**request, messages=messages, prediction=prediction)
+    assert found.choices[0].message.content == plain
+    assert found.usage.completion_tokens_details.accepted_prediction_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("spec_tokens", "many"), ("prediction", {"type": "content", "content": 5})]
+)
+def test_bad_input(served: Server, field: str, value: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(served, extra_body={field: value})
+    assert field in refused.value.param
