@@ -10,7 +10,7 @@ from tests.kernels.launches import Launches, OnlyTorch
 from tests.proposers.reference import make_history
 from vllm_specplus.kernels import ngram
 from vllm_specplus.kernels.drafts import DraftCounts, Limits
-from vllm_specplus.kernels.ngram import fill_drafts, scratch_shape
+from vllm_specplus.kernels.ngram import fill_drafts, split_text
 from vllm_specplus.proposers import HybridDrafter, NgramMatcher
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
 
@@ -41,7 +41,7 @@ def fill(texts, model=None, *, width=4, max_len=MAX_LEN, pad=0, max_drafts=None,
             token_ids[idx_mapping[i], : len(text)] = torch.tensor(text)
             num_tokens[idx_mapping[i]] = len(text)
 
-    shape = scratch_shape(num_reqs, max_len)
+    most_splits = split_text(max_len)[1]
     by_state = DraftCounts(*(torch.full((2 * num_reqs,), SENTINEL, dtype=torch.int32) for _ in range(2)))
     before = token_ids.clone()
     limits = Limits(
@@ -57,7 +57,7 @@ def fill(texts, model=None, *, width=4, max_len=MAX_LEN, pad=0, max_drafts=None,
         limits,
         by_state,
         # A huge key would win if it were read.
-        scratch=torch.full((num_reqs + 1, *shape[1:]), 2**62),
+        scratch=torch.full((num_reqs + 1, most_splits, 2), 2**62),
         **options,
     )
     for noted, count in zip(by_state, counts, strict=True):
@@ -151,13 +151,13 @@ def batches(draw):
 
 
 @settings(max_examples=400)
-@given(batches(), st.sampled_from([4, 16]), st.integers(1, 3))
-def test_equals_the_proposers(batch, block, max_splits):
+@given(batches(), st.sampled_from([4, 16]), st.integers(1, 3), st.none() | st.integers(0, 2 * MAX_LEN))
+def test_equals_the_proposers(batch, block, max_splits, longest):
     with pytest.MonkeyPatch.context() as patch:
         # A text has several blocks, and a program takes several of them.
         patch.setattr(ngram, "_BLOCK", block)
         patch.setattr(ngram, "_MAX_SPLITS", max_splits)
-        assert fill(**batch) == expect(**batch)
+        assert fill(**batch, longest=longest) == expect(**batch)
 
 
 TEXT = [1, 2, 3, 4, 5, 1, 2, 9, 1, 2]
@@ -219,19 +219,46 @@ def test_batch_with_places_without_a_request():
     assert num_model == [0, 1, 0]
 
 
-@pytest.mark.parametrize("max_splits", [1, 2, 128])
+@pytest.mark.parametrize(
+    ("max_len", "longest", "expected"),
+    [
+        (131_072, None, (128, 128)),
+        (131_072, 0, (1, 128)),
+        (131_072, 1024, (1, 128)),
+        (131_072, 1025, (2, 128)),
+        (2**20, 2**20, (128, 128)),
+        (3000, None, (3, 3)),
+        # The device's texts may be longer than the host expects, or the bound lies beyond a row's end.
+        (3000, 9000, (3, 3)),
+        (0, None, (1, 1)),
+    ],
+)
+def test_programs_share_texts_as_long_as_the_longest(max_len, longest, expected):
+    assert split_text(max_len, longest) == (*expected, 1024)
+
+
+def test_the_grid_follows_the_longest_text(monkeypatch):
+    search = Launches()
+    monkeypatch.setattr(ngram, "_search_kernel", search)
+    monkeypatch.setattr(ngram, "_fill_kernel", Launches())
+    for longest in (None, 100, 3000):
+        fill_drafts(**arguments(3, 131_072, longest=longest))
+    assert search.grids == [(3, 128), (3, 1), (3, 3)]
+
+
+@pytest.mark.parametrize(("max_splits", "longest"), [(1, None), (2, None), (128, None), (128, 2000)])
 @pytest.mark.parametrize("at", [1, 1022, 1023, 1024, 2500])
-def test_several_blocks(monkeypatch, at, max_splits):
+def test_several_blocks(monkeypatch, at, max_splits, longest):
     """A match of three tokens beats a later one of two in another block."""
     monkeypatch.setattr(ngram, "_MAX_SPLITS", max_splits)
     text = list(range(100, 3400))
     text[at : at + 3] = [1, 2, 3]
     text[3100:3102] = [2, 3]
     text[-2:] = [1, 2]
-    drafts, _ = fill([text], [[3]], max_len=3300, min_ngram_size=1, max_ngram_size=4)
+    drafts, _ = fill([text], [[3]], max_len=3300, min_ngram_size=1, max_ngram_size=4, longest=longest)
     assert drafts == [[3, *text[at + 3 : at + 6]]]
     text[at] = 0
-    drafts, _ = fill([text], [[3]], max_len=3300, min_ngram_size=1, max_ngram_size=4)
+    drafts, _ = fill([text], [[3]], max_len=3300, min_ngram_size=1, max_ngram_size=4, longest=longest)
     assert drafts == [[3, *text[3102:3105]]]
 
 
@@ -269,7 +296,7 @@ def arguments(num_reqs=2, max_len=16, width=4, **changes):
         "min_ngram_size": 1,
         "max_ngram_size": 3,
         "match_override_len": 5,
-        "scratch": torch.zeros(scratch_shape(num_reqs, max_len), dtype=torch.int64),
+        "scratch": torch.zeros(num_reqs, split_text(max_len)[1], 2, dtype=torch.int64),
     } | changes
 
 
@@ -320,7 +347,7 @@ def compile_ahead_of_time():
     """Run in a process of its own: compile both kernels as `fill_drafts` launches them."""
     search, finish = AheadOfTime(ngram._search_kernel), AheadOfTime(ngram._fill_kernel)
     ngram._search_kernel, ngram._fill_kernel = search, finish
-    fill_drafts(**arguments(max_len=200_000))
+    fill_drafts(**arguments(max_len=200_000, longest=4096))
     fill_drafts(**arguments(match_override_len=0, idx_mapping=torch.arange(2)))
     fill_drafts(**arguments(model_drafts=torch.zeros(2, 0, dtype=torch.int64), max_ngram_size=1))
     print("compiled", len(search.compiled), len(finish.compiled))

@@ -558,7 +558,7 @@ V2_SEAMS = (
         "vllm.v1.worker.gpu.input_batch",
         "InputBatch",
         "num_reqs req_ids idx_mapping idx_mapping_np expanded_idx_mapping expanded_local_pos cu_num_logits "
-        "has_structured_output_reqs",
+        "has_structured_output_reqs seq_lens_cpu_upper_bound",
         "read: the batch",
     ),
     Seam(f"{_V2_SAMPLE}.sampler", "Sampler.__init__", "extended", ("vllm_config", "max_num_reqs", "vocab_size")),

@@ -13,12 +13,13 @@ ends wins. One integer holds both, so that the best end is a maximum:
 | `_fill_kernel` | takes one request's best key of all programs | the request's drafts |
 
 A search reads the request's tokens once. It looks closer at an end only if the last token agrees. The host reads
-nothing back. Grids and allocations depend on shapes alone, so a CUDA graph can capture both launches once they are
-compiled. `arbiter/offers.py` searches in the same way for its chains.
+nothing back. Grids and allocations depend on shapes and on `longest` alone, which the host knows. So a CUDA graph can
+capture both launches once they are compiled. `arbiter/offers.py` searches in the same way for its chains.
 """
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -44,17 +45,18 @@ class Texts(NamedTuple):
     idx_mapping_ptr: torch.Tensor
 
 
-def scratch_shape(num_reqs: int, max_len: int) -> tuple[int, int, int]:
-    """Shape of the int64 scratch that `fill_drafts` needs for `num_reqs` requests and rows of `max_len` tokens.
+def split_text(max_len: int, longest: int | None = None) -> tuple[int, int, int]:
+    """How a search is divided among programs.
 
-    It is [num_reqs, num_splits, 2]: each program's best key of s, and its best key of the request's tokens alone.
+    Args:
+        max_len: tokens that a text may have.
+        longest: tokens of the longest text as far as the host knows; None: `max_len`. A longer text is searched too.
+
+    Returns:
+        How many programs share a text, the most for any `longest`, and how many ends each tests at a time.
     """
-    return num_reqs, split_text(max_len)[0], 2
-
-
-def split_text(max_len: int) -> tuple[int, int]:
-    """How many programs share a text of up to `max_len` tokens, and how many ends each tests at a time."""
-    return min(max(triton.cdiv(max_len, _BLOCK), 1), _MAX_SPLITS), _BLOCK
+    most = min(max(triton.cdiv(max_len, _BLOCK), 1), _MAX_SPLITS)
+    return most if longest is None else min(max(triton.cdiv(longest, _BLOCK), 1), most), most, _BLOCK
 
 
 def check_search(min_ngram_size: int, max_ngram_size: int, max_len: int, width: int) -> None:
@@ -78,6 +80,7 @@ def fill_drafts(
     max_ngram_size: int,
     match_override_len: int = 0,
     takes_first: bool = False,
+    longest: int | None = None,
     scratch: torch.Tensor | None = None,
 ) -> DraftCounts:
     """Fill the slots behind the draft model's drafts with the tokens that followed the same n-gram earlier.
@@ -100,8 +103,10 @@ def fill_drafts(
         match_override_len: a match of at least this many of the request's own tokens takes the place of the model's
             drafts; 0 = never. Without model steps it has no effect.
         takes_first: whether the first occurrence of an n-gram wins, or the latest.
-        scratch: int64, contiguous, at least `scratch_shape(num_reqs, max_len)`; None = a new tensor. It holds nothing
-            from one call to the next.
+        longest: see `split_text`.
+        scratch: int64, contiguous, of at least [num_reqs, the most programs that share a text, 2]; None = a new tensor.
+            It takes each program's best key, and its best key of the request's tokens alone. It holds nothing from one
+            call to the next.
 
     Returns:
         [num_reqs] the counts.
@@ -117,7 +122,8 @@ def fill_drafts(
     if match_override_len < 0:
         raise ValueError(f"match_override_len={match_override_len} must be 0 (off) or more")
 
-    shape = scratch_shape(num_reqs, max_len)
+    num_splits, most_splits, _ = split_text(max_len, longest)
+    shape = num_reqs, most_splits, 2
     if scratch is None:
         scratch = torch.empty(shape, dtype=torch.int64, device=drafts.device)
     check_rows("token_ids", token_ids, torch.int32)
@@ -126,7 +132,7 @@ def fill_drafts(
     check_vector("num_tokens", num_tokens, token_ids.shape[0], torch.int32)
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
     check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
-    if scratch.dtype != torch.int64 or not scratch.is_contiguous() or scratch.numel() < num_reqs * shape[1] * shape[2]:
+    if scratch.dtype != torch.int64 or not scratch.is_contiguous() or scratch.numel() < math.prod(shape):
         raise ValueError(f"scratch must be contiguous int64 of at least {shape}, got {describe(scratch)}")
     counts = make_counts(num_reqs, drafts.device)
     if num_reqs:
@@ -138,7 +144,8 @@ def fill_drafts(
             scratch,
             counts,
             by_state,
-            num_splits=shape[1],
+            num_splits=num_splits,
+            most_splits=most_splits,
             ngram_sizes=(min_ngram_size, max_ngram_size),
             # Without model steps both matches are the same.
             override_len=match_override_len if num_steps else 0,
@@ -157,6 +164,7 @@ def _launch(
     by_state: DraftCounts,
     *,
     num_splits: int,
+    most_splits: int,
     ngram_sizes: tuple[int, int],
     override_len: int,
     takes_first: bool,
@@ -167,7 +175,6 @@ def _launch(
         "NUM_STEPS": model_drafts.shape[1],
         "OVERRIDE_LEN": override_len,
         "TAKES_FIRST": takes_first,
-        "NUM_SPLITS": num_splits,
         "BLOCK": _BLOCK,
     }
     _search_kernel[(num_reqs, num_splits)](
@@ -176,6 +183,7 @@ def _launch(
         model_drafts,
         model_drafts.stride(0),
         scratch,
+        num_splits,
         MIN_SIZE=ngram_sizes[0],
         MAX_SIZE=ngram_sizes[1],
         **same,
@@ -189,8 +197,9 @@ def _launch(
         scratch,
         counts,
         by_state,
+        num_splits,
         BLOCK_WIDTH=triton.next_power_of_2(width),
-        BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+        BLOCK_SPLITS=triton.next_power_of_2(most_splits),
         BLOCK_OVERRIDE=triton.next_power_of_2(max(override_len, 1)),
         num_warps=1,
         **same,
@@ -262,23 +271,23 @@ def end_of_key(key, TAKES_FIRST: tl.constexpr):
     return rank
 
 
-@triton.jit(do_not_specialize=["model_stride"])
+@triton.jit(do_not_specialize=["model_stride", "num_splits"])
 def _search_kernel(
     texts,  # Texts
     limits,  # Limits
     model_ptr,
     model_stride,
     scratch_ptr,
+    num_splits,
     WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     OVERRIDE_LEN: tl.constexpr,
     TAKES_FIRST: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     MIN_SIZE: tl.constexpr,
     MAX_SIZE: tl.constexpr,
 ):
-    """Grid (num_reqs, NUM_SPLITS). A program without a block writes nothing."""
+    """Grid (num_reqs, num_splits). A program without a block writes nothing."""
     i_req = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
     row, num_tokens, limit = load_request(texts, limits, i_req, WIDTH)
@@ -295,7 +304,7 @@ def _search_kernel(
     best_alone = tl.full((), 0, tl.int64)
     if OVERRIDE_LEN > 0:
         last_alone = tl.load(p_text + num_tokens - 1, mask=num_tokens > 0, other=0)
-    for i_block in range(i_split, num_blocks, NUM_SPLITS):
+    for i_block in range(i_split, num_blocks, num_splits):
         ends = i_block * BLOCK + 1 + tl.arange(0, BLOCK)
         tokens = load_tokens(p_text, p_model, ends - 1, num_tokens, ends < end, NUM_STEPS)
         best = best_of_block(
@@ -317,13 +326,13 @@ def _search_kernel(
                 TAKES_FIRST,
             )
 
-    p_keys = scratch_ptr + (i_req * NUM_SPLITS + i_split) * 2
+    p_keys = scratch_ptr + (i_req * num_splits + i_split) * 2
     tl.store(p_keys, best)
     if OVERRIDE_LEN > 0:
         tl.store(p_keys + 1, best_alone)
 
 
-@triton.jit(do_not_specialize=["model_stride"])
+@triton.jit(do_not_specialize=["model_stride", "num_splits"])
 def _fill_kernel(
     texts,  # Texts
     limits,  # Limits
@@ -333,11 +342,11 @@ def _fill_kernel(
     scratch_ptr,
     counts,  # out: DraftCounts
     by_state,  # out: DraftCounts
+    num_splits,
     WIDTH: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     OVERRIDE_LEN: tl.constexpr,
     TAKES_FIRST: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -352,8 +361,8 @@ def _fill_kernel(
 
     # Only keys that this call's searches have written: their programs may return early.
     splits = tl.arange(0, BLOCK_SPLITS)
-    p_keys = scratch_ptr + (i_req * NUM_SPLITS + splits) * 2
-    num_written = tl.minimum(tl.cdiv(end - 1, BLOCK), NUM_SPLITS)
+    p_keys = scratch_ptr + (i_req * num_splits + splits) * 2
+    num_written = tl.minimum(tl.cdiv(end - 1, BLOCK), num_splits)
     is_read = splits < tl.where(limit > NUM_STEPS, num_written, 0)
     found = end_of_key(tl.max(tl.load(p_keys, mask=is_read, other=0), axis=0), TAKES_FIRST)
     period = end - found

@@ -23,6 +23,7 @@ from tests.e2e.references import ask
 from tests.e2e.v2.engines import FEW, async_engine
 from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.runners.step_prices import StepPrices
+from vllm_specplus.runners.v2 import fillers
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
 
 pytestmark = pytest.mark.interpreter
@@ -148,3 +149,21 @@ def test_launches_of_a_step(
     steady = [lines for number, lines in steps if number == len(FEW)]
     slowest = max(steady, key=lambda lines: lines.total())
     assert slowest.total() == most, sorted(slowest.items())
+
+
+def test_the_host_knows_a_bound_of_the_texts_that_are_searched(
+    trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the drafts of two steps for accepted, as the host does not know yet how they fared."""
+    found, fill_drafts = [], fillers.fill_drafts
+
+    def note(token_ids: Any, num_tokens: Any, idx_mapping: Any, *args: Any, longest: int, **options: Any) -> Any:
+        found.append((longest, int(num_tokens[idx_mapping].max()) + args[1].shape[1]))
+        return fill_drafts(token_ids, num_tokens, idx_mapping, *args, longest=longest, **options)
+
+    monkeypatch.setattr(fillers, "fill_drafts", note)
+    with async_engine(trained, speculative("mtp_ngram", draft)) as e:
+        ask(e, FEW[:1], [{}], max_tokens=12, ignore_eos=True)
+    assert len(found) > 2
+    width = 5
+    assert all(searched <= longest <= searched + 2 * width for longest, searched in found), found

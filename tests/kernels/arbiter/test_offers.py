@@ -89,7 +89,7 @@ class Pair:
         offer_model(self.kernels, self.idx_mapping, limits_of([1] * len(self.texts)), strided)
         self.assert_same()
 
-    def offer_ngrams(self, limits, sizes, cap, *, takes_first=False, max_len=MAX_LEN, pad=0):
+    def offer_ngrams(self, limits, sizes, cap, *, takes_first=False, max_len=MAX_LEN, pad=0, longest=None):
         """Rows are strided, and all tokens behind a text and of other rows are `pad`."""
         options = {"min_ngram_size": sizes[0], "max_ngram_size": sizes[1], "match_len_cap": cap}
         order = "first" if takes_first else "recent"
@@ -110,6 +110,7 @@ class Pair:
             takes_first=takes_first,
             first_chain=self.matchers.index(NGRAM),
             chains_per_start=len(self.matchers),
+            longest=longest,
         )
         self.assert_same()
 
@@ -210,9 +211,9 @@ def test_agreements_are_measured_up_to_the_cap(size, agreed):
     assert [pair.chain(0, start) for start in (0, 1)] == [([3, 4, 6], min(size, 64)), ([4, 6], agreed)]
 
 
-@pytest.mark.parametrize("max_splits", [1, 2, 128])
+@pytest.mark.parametrize(("max_splits", "longest"), [(1, None), (2, None), (128, None), (128, 2000)])
 @pytest.mark.parametrize("at", [1, 1022, 1023, 1024, 2500])
-def test_several_blocks(monkeypatch, at, max_splits):
+def test_several_blocks(monkeypatch, at, max_splits, longest):
     """A match of three tokens beats a later one of two in another block."""
     monkeypatch.setattr(ngram, "_MAX_SPLITS", max_splits)
     text = list(range(100, 3400))
@@ -221,7 +222,7 @@ def test_several_blocks(monkeypatch, at, max_splits):
     text[-2:] = [1, 2]
     pair = Pair([text], [[3]], num_steps=1, width=4)
     pair.offer_model()
-    pair.offer_ngrams([4], (1, 4), 64, max_len=3300)
+    pair.offer_ngrams([4], (1, 4), 64, max_len=3300, longest=longest)
     assert pair.chain(0, 1) == (text[at + 3 : at + 6], 3)
 
 
@@ -436,6 +437,7 @@ def arguments(num_reqs=2, num_steps=2, width=4, max_len=16, **changes):
             "min_ngram_size": 1,
             "max_ngram_size": 3,
             "match_len_cap": 64,
+            "longest": None,
             "first_chain": 1,
             "chains_per_start": 2,
         },
@@ -504,6 +506,8 @@ def test_launches_depend_on_shapes_alone(monkeypatch):
             for function, call in functions.items():
                 function(**call)
     assert [launch.grids for launch in launches] == [[(3,)] * 2, [(3, 5, 3)] * 2, [(3, 3)] * 2, [(3,)] * 2]
+    offer_ngrams(**arguments(3, max_len=5000, longest=1500)[offer_ngrams])
+    assert launches[1].grids[2:] == [(3, 2, 3)]
 
 
 def compile_ahead_of_time():

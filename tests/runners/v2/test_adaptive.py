@@ -102,6 +102,7 @@ class Engine:
             num_reqs=len(indices),
             idx_mapping=torch.tensor(indices),
             idx_mapping_np=np.array(indices, np.intp),
+            seq_lens_cpu_upper_bound=self.total_len[indices],
         )
         with self.drafting.passes(batch, min(NUM_STEPS, width)) as num_passes:
             drafts = None if num_passes is None else torch.full((len(indices), num_passes), 7)

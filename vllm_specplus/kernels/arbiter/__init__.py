@@ -15,7 +15,7 @@
 `proposers/_arbiter.py` is the specification. All numbers are integers, and none depends on the order of requests. So
 the results are the same bit for bit. `offer_ngrams` is `NgramMatcher` behind each number of the model's drafts, with
 one launch of each kernel for all numbers. The host reads back what `plan_passes` reports, when it has come. Grids
-depend on shapes alone. Prices are tensors, because they change from step to step.
+depend on shapes and on `longest` alone. Prices are tensors, because they change from step to step.
 """
 
 from vllm_specplus.kernels.arbiter.accounts import settle

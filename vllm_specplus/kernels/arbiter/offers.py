@@ -165,6 +165,7 @@ def offer_ngrams(
     takes_first: bool = False,
     first_chain: int = 0,
     chains_per_start: int = 1,
+    longest: int | None = None,
 ) -> None:
     """Offer what followed the same n-gram earlier: a chain behind each number of the model's drafts, from 0 to S.
 
@@ -183,6 +184,7 @@ def offer_ngrams(
         takes_first: whether the first occurrence of an n-gram wins, or the latest.
         first_chain: the index of the chain behind no drafts.
         chains_per_start: from there, the distance of the chain behind one draft, and so on.
+        longest: see `split_text`.
 
     Raises:
         ValueError: a size or index out of range, or a tensor of another shape, dtype or layout.
@@ -204,12 +206,12 @@ def offer_ngrams(
     if not num_reqs:
         return
 
-    num_splits, block = split_text(max_len)
+    num_splits, most_splits, block = split_text(max_len, longest)
     keys = torch.empty((num_reqs, num_starts, num_splits), dtype=torch.int64, device=token_ids.device)
     texts = Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping)
-    sizes, same = sizes_of(state), {"NUM_SPLITS": num_splits, "BLOCK": block, "TAKES_FIRST": takes_first}
+    sizes, same = sizes_of(state), {"BLOCK": block, "TAKES_FIRST": takes_first}
     _search_kernel[(num_reqs, num_splits, num_starts)](
-        texts, limits, state.offers, keys, sizes, MIN_SIZE=min_ngram_size, MAX_SIZE=max_ngram_size, **same
+        texts, limits, state.offers, keys, num_splits, sizes, MIN_SIZE=min_ngram_size, MAX_SIZE=max_ngram_size, **same
     )
     match_len_cap = max(match_len_cap, max_ngram_size)
     _fill_kernel[(num_reqs, num_starts)](
@@ -217,12 +219,13 @@ def offer_ngrams(
         limits,
         state.offers,
         keys,
+        num_splits,
         sizes,
         FIRST_CHAIN=first_chain,
         CHAINS_PER_START=chains_per_start,
         MATCH_LEN_CAP=match_len_cap,
         BLOCK_CAP=triton.next_power_of_2(match_len_cap),
-        BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+        BLOCK_SPLITS=triton.next_power_of_2(most_splits),
         num_warps=1,
         **same,
     )
@@ -252,20 +255,20 @@ def _load_tail(texts, limits, offers, i_req, start, sizes):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _search_kernel(
     texts,  # Texts
     limits,  # Limits
     offers,  # Offers
     keys_ptr,  # out
+    num_splits,
     sizes,  # Sizes
-    NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TAKES_FIRST: tl.constexpr,
     MIN_SIZE: tl.constexpr,
     MAX_SIZE: tl.constexpr,
 ):
-    """Grid (num_reqs, NUM_SPLITS, S + 1). A program without a block writes nothing."""
+    """Grid (num_reqs, num_splits, S + 1). A program without a block writes nothing."""
     i_req = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
     start = tl.program_id(2)
@@ -276,7 +279,7 @@ def _search_kernel(
 
     last = load_tokens(tail.p_text, tail.p_drafts, tail.end - 1, tail.num_tokens, tail.end > 0, sizes.NUM_STEPS)
     best = tl.full((), 0, tl.int64)
-    for i_block in range(i_split, num_blocks, NUM_SPLITS):
+    for i_block in range(i_split, num_blocks, num_splits):
         ends = i_block * BLOCK + 1 + tl.arange(0, BLOCK)
         is_end = ends < tail.end
         tokens = load_tokens(tail.p_text, tail.p_drafts, ends - 1, tail.num_tokens, is_end, sizes.NUM_STEPS)
@@ -294,17 +297,17 @@ def _search_kernel(
             sizes.NUM_STEPS,
             TAKES_FIRST,
         )
-    tl.store(keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + start) * NUM_SPLITS + i_split, best)
+    tl.store(keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + start) * num_splits + i_split, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _fill_kernel(
     texts,  # Texts
     limits,  # Limits
     offers,  # Offers, changed in place
     keys_ptr,
+    num_splits,
     sizes,  # Sizes
-    NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TAKES_FIRST: tl.constexpr,
     FIRST_CHAIN: tl.constexpr,
@@ -323,9 +326,9 @@ def _fill_kernel(
 
     # Only keys that this call's searches have written: their programs may return early.
     splits = tl.arange(0, BLOCK_SPLITS)
-    num_written = tl.minimum(tl.cdiv(tail.end - 1, BLOCK), NUM_SPLITS)
+    num_written = tl.minimum(tl.cdiv(tail.end - 1, BLOCK), num_splits)
     is_read = splits < tl.where(tail.room > 0, num_written, 0)
-    p_keys = keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + start) * NUM_SPLITS
+    p_keys = keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + start) * num_splits
     found = end_of_key(tl.max(tl.load(p_keys + splits, mask=is_read, other=0), axis=0), TAKES_FIRST)
     length = tl.where(found > 0, tail.room, 0)
 

@@ -22,7 +22,7 @@ from vllm_specplus.proposers.adaptive import arrange_chains
 from vllm_specplus.proposers.arbiter import ASLEEP, CommonAccount, Prices, ScaledPrices, prior_chances
 from vllm_specplus.runners.arbiter_options import MATCH_LEN_CAP, arbiter_options, matching_sources
 from vllm_specplus.runners.step_prices import StepPrices
-from vllm_specplus.runners.v2.fillers import SlotFiller
+from vllm_specplus.runners.v2.fillers import SlotFiller, longest_text
 from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
 from vllm_specplus.runners.v2.requests import RequestTracker
 from vllm_specplus.runners.v2.suffix import SuffixFiller
@@ -224,6 +224,7 @@ class AdaptiveFiller(SlotFiller):
                 takes_first=self._options.ngram_match_order == "first",
                 first_chain=self._matching.index(NGRAM),
                 chains_per_start=len(self._matching),
+                longest=longest_text(input_batch) + model_drafts.shape[1],
             )
         if self._suffix is not None:
             num_passes = model_drafts.shape[1]

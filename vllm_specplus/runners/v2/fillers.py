@@ -85,6 +85,11 @@ class SlotFiller(Protocol):
         return
 
 
+def longest_text(input_batch: Any) -> int:
+    """The most tokens that a request of the batch has with those of this step, which may be fewer."""
+    return int(input_batch.seq_lens_cpu_upper_bound.numpy().max()) + 1
+
+
 class NgramFiller(SlotFiller):
     """Matches n-grams of a request's own text on the device."""
 
@@ -114,6 +119,7 @@ class NgramFiller(SlotFiller):
             max_ngram_size=self._options.max_ngram_size,
             match_override_len=self._options.match_override_len,
             takes_first=self._options.ngram_match_order == "first",
+            longest=longest_text(input_batch) + model_drafts.shape[1],
         )
 
 
