@@ -33,7 +33,7 @@ def vllm_root() -> Path:
 
 def missing_seams(root: Path) -> list[str]:
     """The names of the ledger that the vLLM under ``root`` lacks, a line each."""
-    return [problem for seam in LEDGER if (problem := _problem(root, seam))]
+    return [problem for seam in LEDGER if (problem := problem_of(root, seam))]
 
 
 @cache
@@ -68,26 +68,39 @@ def override(module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _problem(root: Path, seam: Seam) -> str | None:
-    path = root.joinpath(*seam.module.split(".")[1:])
-    tree = _parse(path.with_suffix(".py")) or _parse(path / "__init__.py")
-    if tree is None:
-        return f"module {seam.module} is gone (needed for {seam.name}: {seam.why})"
-    scope: ast.AST = tree
-    for part in seam.name.split("."):
-        node = _bindings(scope).get(part)
-        if node is None:
-            return f"{seam} is gone ({seam.why})"
-        scope = node
+def function_source(root: Path, seam: Seam) -> str | None:
+    """The function behind a seam in the vLLM under ``root``, without comments and layout; None if there is none."""
+    node = _find(root, seam)
+    return ast.unparse(node) if isinstance(node, _Function) else None
+
+
+def problem_of(root: Path, seam: Seam) -> str | None:
+    """What the vLLM under ``root`` lacks of a seam; None if it has all."""
+    node = _find(root, seam)
+    if isinstance(node, str):
+        return node
     if seam.parameters:
-        if not isinstance(scope, _Function):
+        if not isinstance(node, _Function):
             return f"{seam} is not a function any more ({seam.why})"
-        present = _parameters(scope)
+        present = _parameters(node)
         if missing := [p for p in seam.parameters if p not in present]:
             return f"{seam} has no parameter {', '.join(missing)} ({seam.why})"
         if seam.is_exact and present != seam.parameters:
             return f"{seam} takes {', '.join(present)}, not just {', '.join(seam.parameters)} ({seam.why})"
     return None
+
+
+def _find(root: Path, seam: Seam) -> ast.AST | str:
+    """The node that binds a seam's name, or what is wrong."""
+    path = root.joinpath(*seam.module.split(".")[1:])
+    node: ast.AST | None = _parse(path.with_suffix(".py")) or _parse(path / "__init__.py")
+    if node is None:
+        return f"module {seam.module} is gone (needed for {seam.name}: {seam.why})"
+    for part in seam.name.split("."):
+        node = _bindings(node).get(part)
+        if node is None:
+            return f"{seam} is gone ({seam.why})"
+    return node
 
 
 def _parameters(function: _Function) -> tuple[str, ...]:
