@@ -1,6 +1,7 @@
 """The options of the command ``vllm-specplus compare``."""
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +24,17 @@ def with_engine_args_joined(argv: Sequence[str]) -> list[str]:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     command.add_argument("--model", required=True, help="a folder or a repository's name, as for `vllm serve`")
+    command.add_argument(
+        "--serve", action="append", metavar="URL", help="measure a running server of the model instead; repeat it"
+    )
+    command.add_argument(
+        "--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="of the servers; default $OPENAI_API_KEY"
+    )
     prompts = command.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompts", type=Path, metavar="FILE", help="a .jsonl file, or a text with a prompt a line")
     prompts.add_argument("--workload", choices=list(WORKLOADS), help="prompts that the command brings")
     command.add_argument(
-        "--config", action="append", required=True, metavar="JSON", help="a speculative config; repeat it"
+        "--config", action="append", default=[], metavar="JSON", help="a speculative config; repeat it"
     )
     command.add_argument(
         "--baseline", default="none", metavar="JSON", help="what the others are compared with; default none"

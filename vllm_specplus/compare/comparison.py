@@ -4,18 +4,19 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vllm_specplus.compare import served_command
 from vllm_specplus.compare.configurations import read_configurations
 from vllm_specplus.compare.measure import Plan, measure
 from vllm_specplus.compare.measurements import Measurements
 from vllm_specplus.compare.processes import RefusedError
-from vllm_specplus.compare.prompts import check_model, read_prompts
+from vllm_specplus.compare.prompts import Prompt, check_model, read_prompts
 from vllm_specplus.compare.report import can_plot, write_report
 from vllm_specplus.compare.results import as_data, write_results
 from vllm_specplus.compare.tables import show
@@ -32,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
         0; 1 if a configuration failed or gave a wrong text; 2 if the command was refused; 130 after Ctrl-C.
     """
     try:
+        if arguments.serve:
+            return _run_served(arguments)
         plan = _plan(arguments)
         with _folder(arguments.out) as logs:
             measurements, data = _measured(plan, logs)
@@ -41,9 +44,26 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
 
 
+def _run_served(arguments: argparse.Namespace) -> int:
+    served_command.check_options(arguments)
+    prompts = _prompts(arguments)
+    with _folder(arguments.out) as logs:
+        code = served_command.run(arguments, prompts)
+        # No engine has written any; those of an earlier comparison stay.
+        with suppress(OSError):
+            logs.rmdir()
+        return code
+
+
+def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
+    return read_prompts(arguments.prompts) if arguments.prompts else workload(arguments.workload)
+
+
 def _plan(arguments: argparse.Namespace) -> Plan:
+    if not arguments.config:
+        raise RefusedError("--config is needed: a speculative config, or --serve for a running server")
     configurations = read_configurations(arguments.baseline, arguments.config)
-    prompts = read_prompts(arguments.prompts) if arguments.prompts else workload(arguments.workload)
+    prompts = _prompts(arguments)
     check_model(arguments.model)
     return Plan(
         arguments.model,

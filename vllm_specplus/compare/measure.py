@@ -1,10 +1,11 @@
 """Runs all configurations in turns, each engine in a process of its own."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from vllm_specplus.compare.configurations import Configuration
 from vllm_specplus.compare.measurements import Difference, Measurements, is_near_tie
@@ -12,6 +13,7 @@ from vllm_specplus.compare.processes import EngineFailedError, EngineProcess, ca
 from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.compare.runs import Best, EngineOptions, Run
 
+_T = TypeVar("_T")
 _SERVE = "vllm_specplus.compare.engine:serve"
 # Front end and engine in one process: they would disturb each other on few cores.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -41,7 +43,7 @@ class Plan:
 
     def order(self, concurrency: int) -> list[int]:
         """The prompts of a run, by number: each one, and as many more as all places need."""
-        return [i % len(self.prompts) for i in range(max(len(self.prompts), concurrency))]
+        return in_places(range(len(self.prompts)), concurrency)
 
     def turns(self) -> Iterator[tuple[int, int, Configuration]]:
         """Repeat, concurrency and configuration of each run; every second repeat goes backwards."""
@@ -57,6 +59,11 @@ class Plan:
         """How often `measure` tells what is done next."""
         starts = 0 if self.one_at_a_time else 1
         return (self.repeats * len(self.concurrency) + starts + 1) * len(self.configurations)
+
+
+def in_places(prompts: Sequence[_T], concurrency: int) -> list[_T]:
+    """The prompts of a run: each one, and from the first on again until all places are taken."""
+    return [prompts[i % len(prompts)] for i in range(max(len(prompts), concurrency))]
 
 
 class _Engines:

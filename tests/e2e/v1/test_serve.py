@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.e2e.serving import Server, serve
+from vllm_specplus.cli import main
 
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a"
 CONFIG = {
@@ -66,6 +67,17 @@ def test_metrics_and_log(client: openai.OpenAI, server: Server) -> None:
     assert server.log().count("resolved speculative config") == 1
     says = "drafts: mtp, n-grams of the request's text, the request's reference (what earns most); "
     assert server.log().count(f"{says}verification: target_match, lossless; shared: nothing") == 1
+
+
+def test_compare_measures_it(server: Server, tmp_path: Path) -> None:
+    before = server.metric("vllm:spec_decode_num_drafts_total")
+    words = ["compare", "--serve", server.address, "--model", "tiny", "--workload", "prose", "--concurrency", "4"]
+    assert main([*words, "--max-tokens", "24", "--repeat", "1", "--out", str(tmp_path)]) == 0
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert (run["completed"], run["failed"]) == (8, 0)
+    assert 0 < run["total_output_tokens"] <= 8 * 24
+    assert 0 < run["median_ttft_ms"] <= run["median_e2el_ms"]
+    assert 0 < run["spec_decode_num_drafts"] <= server.metric("vllm:spec_decode_num_drafts_total") - before
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])

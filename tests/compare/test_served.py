@@ -1,0 +1,262 @@
+"""``vllm-specplus compare --serve``, at a server that answers as it is told."""
+
+import csv
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_specplus.cli import main
+from vllm_specplus.compare.served import Answer, draft_fields, fields_of
+
+PAUSE = 0.02
+
+
+class Served(ThreadingHTTPServer):
+    """Answers each request by three parts of two tokens, `PAUSE` seconds before each."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.requests: list[tuple[str, dict[str, Any], str | None]] = []
+        self.lock = threading.Lock()
+        self.running = self.most_running = 0
+        self.fails_from = 10**9  # the number of the first request that breaks off
+        self.shows_metrics = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Served
+
+    def do_GET(self) -> None:
+        if not self.server.shows_metrics:
+            self.send_error(404)
+            return
+        num = sum(body["max_tokens"] > 8 for _, body, _ in self.server.requests)
+        lines = []
+        for name, count in (("drafts", 4), ("draft_tokens", 12), ("accepted_tokens", 6)):
+            lines.append(f"# TYPE vllm:spec_decode_num_{name} counter")
+            lines += [f'vllm:spec_decode_num_{name}_total{{engine="{i}"}} {num * count / 2}' for i in range(2)]
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        lines.append(f"# TYPE {name} counter")
+        lines += [f'{name}_total{{position="{i}"}} {num * count}' for i, count in enumerate((4, 2, 0))]
+        self._send(200, "\n".join([*lines, ""]).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with self.server.lock:
+            self.server.requests.append((self.path, body, self.headers["authorization"]))
+            number = len(self.server.requests)
+            self.server.running += 1
+            self.server.most_running = max(self.server.most_running, self.server.running)
+        try:
+            if body["model"] != "tiny":
+                self._send(404, json.dumps({"error": {"message": f"no model {body['model']}"}}).encode())
+                return
+            self._stream(number)
+        finally:
+            with self.server.lock:
+                self.server.running -= 1
+
+    def _stream(self, number: int) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        key = {"delta": {"content": "ab"}} if "chat" in self.path else {"text": "ab"}
+        for _ in range(3):
+            time.sleep(PAUSE)
+            self._event({"choices": [key]})
+            if number >= self.server.fails_from:
+                self._event({"error": {"message": "the engine has died"}})
+                return
+        self._event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 6}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, value: dict[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+
+    def _send(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def running() -> Iterator[Served]:
+    server = Served()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[Served]:
+    with running() as served:
+        yield served
+
+
+def compare(out: Path, *urls: str, model: str = "tiny", workload: str = "edit", options: tuple[str, ...] = ()) -> int:
+    words = ["compare", "--model", model, "--workload", workload, "--max-tokens", "16", "--out", str(out)]
+    return main([*words, *(word for url in urls for word in ("--serve", url)), *options])
+
+
+def test_fields_of_a_run() -> None:
+    answers = [
+        Answer(0.0, [0.1, 0.2, 0.4], 10, 7),
+        Answer(1.0, [1.3], 20, 1),
+        Answer(1.0, [1.5], error="the engine has died"),
+    ]
+    fields = fields_of(answers, 2.0)
+    assert (fields["completed"], fields["failed"], fields["errors"]) == (2, 1, ["the engine has died"])
+    assert (fields["total_input_tokens"], fields["total_output_tokens"]) == (30, 8)
+    assert (fields["request_throughput"], fields["output_throughput"], fields["total_token_throughput"]) == (1, 4, 19)
+    times = {
+        "mean_ttft_ms": 200,
+        "median_ttft_ms": 200,
+        "std_ttft_ms": 100,
+        "p99_ttft_ms": 298,
+        "mean_tpot_ms": 50,
+        "median_itl_ms": 150,
+        "p90_itl_ms": 190,
+        "mean_e2el_ms": 350,
+        "median_e2el_ms": 350,
+    }
+    assert {name: fields[name] for name in times} == pytest.approx(times)
+
+
+def test_fields_without_an_answer() -> None:
+    fields = fields_of([Answer(0.0, error="no answer")], 1.0)
+    assert (fields["completed"], fields["failed"], fields["mean_ttft_ms"], fields["p99_itl_ms"]) == (0, 1, 0, 0)
+
+
+def test_drafts_of_a_run() -> None:
+    before = {"drafts": 2, "draft_tokens": 6, "accepted_tokens": 1, "accepted_tokens_per_pos": {0: 1, 1: 0}}
+    after = {"drafts": 6, "draft_tokens": 18, "accepted_tokens": 7, "accepted_tokens_per_pos": {0: 5, 1: 2}}
+    fields = draft_fields(before, after)
+    assert fields["spec_decode_acceptance_rate"] == 50
+    assert fields["spec_decode_acceptance_length"] == 2.5
+    assert fields["spec_decode_per_position_acceptance_rates"] == [1, 0.5]
+    assert draft_fields(after, after) == draft_fields({}, {}) == {}
+
+
+def test_field_names_are_those_of_vllm_bench_serve(server: Served, tmp_path: Path) -> None:
+    from vllm.benchmarks import serve
+
+    assert compare(tmp_path, server.url, options=("--repeat", "1")) == 0
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    source = Path(serve.__file__).read_text()
+    for name in set(run) - {"server", "repeat", "errors"}:
+        # Those of times are put together from a measure and the time's name.
+        assert f'"{name}"' in source or name.split("_")[0] in ("mean", "median", "std", "p90", "p99"), name
+
+
+def test_two_servers(server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as other:
+        other.shows_metrics = False
+        options = ("--concurrency", "1,4", "--repeat", "2", "--api-key", "secret", "--temperature", "0.5")
+        assert compare(tmp_path / "out", server.url, f"{other.url}/", options=options) == 0
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    order = [(each["repeat"], each["max_concurrency"], each["server"]) for each in data["runs"]]
+    one, two = server.url, other.url
+    assert order == [
+        *((0, 1, one), (0, 1, two), (0, 4, one), (0, 4, two)),
+        *((1, 1, two), (1, 1, one), (1, 4, two), (1, 4, one)),
+    ]
+    for run in data["runs"]:
+        assert (run["completed"], run["failed"], run["total_output_tokens"]) == (8, 0, 48)
+        assert run["median_ttft_ms"] >= 1000 * PAUSE
+        assert run["median_e2el_ms"] >= 3000 * PAUSE
+        assert run["median_itl_ms"] > 0
+        assert ("spec_decode_acceptance_length" in run) == (run["server"] == one)
+    assert data["runs"][0]["spec_decode_acceptance_length"] == 2.5
+    assert data["runs"][0]["spec_decode_per_position_acceptance_rates"] == [1, 0.5, 0]
+    assert server.most_running == 4
+    path, body, key = server.requests[-1]
+    assert (path, key) == ("/v1/chat/completions", "Bearer secret")
+    assert (body["temperature"], body["max_tokens"], body["prediction"]["type"]) == (0.5, 16, "content")
+    assert "secret" not in (tmp_path / "out" / "results.json").read_text()
+    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    assert [row["output_throughput"] for row in rows] == [str(run["output_throughput"]) for run in data["runs"]]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "results.csv"}
+    assert "2.50" in capsys.readouterr().out
+
+
+def test_texts_are_continued(server: Served, tmp_path: Path) -> None:
+    assert compare(tmp_path, server.url, workload="prose", options=("--repeat", "1")) == 0
+    path, body, _ = server.requests[-1]
+    assert path == "/v1/completions"
+    assert body["prompt"].startswith("There is an island")
+    assert "prediction" not in body
+
+
+def test_requests_that_fail_are_counted(server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.fails_from = 6
+    assert compare(tmp_path, server.url, options=("--repeat", "1")) == 1
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert (run["completed"], run["failed"], run["errors"]) == (4, 4, ["the engine has died"])
+    assert "a request failed: the engine has died" in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_what_was_measured(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_specplus.compare.served import ServedModel
+
+    run, number = ServedModel.run, 0
+
+    async def interrupted(*args: Any) -> dict[str, Any]:
+        nonlocal number
+        number += 1
+        if number == 2:
+            raise KeyboardInterrupt
+        return await run(*args)
+
+    monkeypatch.setattr(ServedModel, "run", interrupted)
+    assert compare(tmp_path, server.url) == 130
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["interrupted"]
+    assert len(data["runs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--serve", "localhost:8000"), "--serve localhost:8000 is not allowed: a URL such as http://localhost:8000"),
+        (("--serve", "http://a", "--serve", "http://a/"), "--serve names the same server twice"),
+        (("--serve", "http://a", "--config", "{}"), "--config is not allowed with --serve"),
+        (("--serve", "http://a", "--one-at-a-time"), "--one-at-a-time is not allowed with --serve"),
+        ((), "--config is needed: a speculative config, or --serve for a running server"),
+    ],
+)
+def test_refused(options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(tmp_path / "out", options=options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_server_and_no_model(server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(tmp_path / "out", server.url, model="huge") == 2
+    assert "HTTP 404: no model huge" in capsys.readouterr().err
+    server.shutdown()
+    server.server_close()
+    assert compare(tmp_path / "out", server.url) == 2
+    assert "no answer: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,193 @@
+"""The command ``vllm-specplus compare --serve URL``: running servers in turns, its table and files."""
+
+import argparse
+import asyncio
+import csv
+import io
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from vllm_specplus.compare.measure import in_places
+from vllm_specplus.compare.processes import RefusedError
+from vllm_specplus.compare.prompts import Prompt
+from vllm_specplus.compare.results import write_whole
+from vllm_specplus.compare.served import ServedModel
+from vllm_specplus.version import __version__
+
+_INTERRUPTED = 130
+_WIDTH = 120  # where the output is no terminal
+_TIMES = ("ttft", "itl", "e2el")
+
+
+@dataclass(frozen=True)
+class ServedPlan:
+    """What is measured; `repeats` are runs of each server at each level of concurrency."""
+
+    urls: list[str]
+    model: str
+    api_key: str
+    prompts: list[Prompt]
+    concurrency: list[int]
+    max_tokens: int
+    temperature: float
+    repeats: int
+
+
+def run(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
+    """Run the command; the output's folder exists.
+
+    Returns:
+        0; 1 if a request failed; 130 after Ctrl-C.
+
+    Raises:
+        RefusedError: a server does not answer, or refuses a prompt, before anything is measured.
+    """
+    plan = ServedPlan(
+        [url.rstrip("/") for url in arguments.serve],
+        arguments.model,
+        arguments.api_key,
+        prompts,
+        arguments.concurrency,
+        arguments.max_tokens,
+        arguments.temperature,
+        arguments.repeat,
+    )
+    runs: list[dict[str, Any]] = []
+    is_interrupted = False
+    try:
+        asyncio.run(measure(plan, runs))
+    except KeyboardInterrupt:
+        is_interrupted = True
+    write(arguments.out, plan, runs, is_interrupted=is_interrupted)
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    show(console, runs)
+    console.print(f"The results are in {arguments.out}", highlight=False, markup=False, soft_wrap=True)
+    if is_interrupted:
+        return _INTERRUPTED
+    return int(any(each["failed"] for each in runs))
+
+
+async def measure(plan: ServedPlan, runs: list[dict[str, Any]]) -> None:
+    """Add each run to `runs`, as soon as it has ended; every second repeat asks the servers in reverse order."""
+    servers = [
+        ServedModel(url, plan.model, plan.api_key, max_tokens=plan.max_tokens, temperature=plan.temperature)
+        for url in plan.urls
+    ]
+    try:
+        for server in servers:
+            most = max(plan.concurrency)
+            await server.warm_up(in_places(plan.prompts, most)[:most])
+        with _progress(plan) as advance:
+            for repeat in range(plan.repeats):
+                for level in plan.concurrency:
+                    for server in servers[:: -1 if repeat % 2 else 1]:
+                        advance(f"{server.url}, concurrency {level}, repeat {repeat + 1} of {plan.repeats}")
+                        fields = await server.run(in_places(plan.prompts, level), level)
+                        runs.append({"server": server.url, "max_concurrency": level, "repeat": repeat} | fields)
+    finally:
+        for server in servers:
+            await server.close()
+
+
+@contextmanager
+def _progress(plan: ServedPlan) -> Iterator[Any]:
+    console = Console(stderr=True)
+    columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
+    total = len(plan.urls) * len(plan.concurrency) * plan.repeats
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total, completed=-1)
+
+        def advance(next_step: str) -> None:
+            progress.update(task, advance=1, description=next_step)
+            if not console.is_terminal:
+                print(next_step, file=sys.stderr)
+
+        yield advance
+
+
+def show(console: Console, runs: list[dict[str, Any]]) -> None:
+    """Print a row for each server at each concurrency; each number is the median of its runs."""
+    table = Table(title="tokens/s: median (lowest to highest); times in ms: median, 99th percentile", box=SIMPLE)
+    table.add_column("concurrency", justify="right")
+    table.add_column("server")
+    for name in ("tokens/s", *_TIMES, "mean accepted length", "failed"):
+        table.add_column(name, justify="right")
+    for level in dict.fromkeys(each["max_concurrency"] for each in runs):
+        for server in dict.fromkeys(each["server"] for each in runs):
+            mine = [each for each in runs if (each["max_concurrency"], each["server"]) == (level, server)]
+            if mine:
+                table.add_row(str(level), escape(server), *_cells(mine))
+        table.add_section()
+    console.print(table)
+    for error in sorted({error for each in runs for error in each["errors"]}):
+        console.print(f"a request failed: {error}", style="bold", highlight=False, markup=False, soft_wrap=True)
+
+
+def _cells(runs: list[dict[str, Any]]) -> Iterator[str]:
+    def median(name: str) -> float:
+        return statistics.median(each[name] for each in runs)
+
+    speeds = [each["output_throughput"] for each in runs]
+    yield f"{statistics.median(speeds):,.1f} ({min(speeds):,.1f} to {max(speeds):,.1f})"
+    for name in _TIMES:
+        yield f"{median(f'median_{name}_ms'):,.1f}, {median(f'p99_{name}_ms'):,.1f}"
+    lengths = [each["spec_decode_acceptance_length"] for each in runs if "spec_decode_acceptance_length" in each]
+    yield f"{statistics.median(lengths):.2f}" if lengths else "-"
+    yield str(sum(each["failed"] for each in runs))
+
+
+def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], *, is_interrupted: bool) -> None:
+    """Write ``results.json`` and ``results.csv``, each in one piece."""
+    data = {
+        "version": __version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "settings": {
+            "servers": plan.urls,
+            "model": plan.model,
+            "prompts": len(plan.prompts),
+            "concurrency": plan.concurrency,
+            "max_tokens": plan.max_tokens,
+            "temperature": plan.temperature,
+            "repeat": plan.repeats,
+        },
+        "interrupted": is_interrupted,
+        "runs": runs,
+    }
+    write_whole(folder / "results.json", (json.dumps(data, indent=1) + "\n").encode())
+    table = io.StringIO()
+    names = [name for name in dict.fromkeys(name for each in runs for name in each) if name != "errors"]
+    writer = csv.DictWriter(table, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(runs)
+    write_whole(folder / "results.csv", table.getvalue().encode())
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raise RefusedError for options that go with engines of the command's own alone."""
+    engine_options = {
+        "--config": arguments.config,
+        "--baseline": arguments.baseline != "none",
+        "--engine-args": arguments.engine_args,
+        "--one-at-a-time": arguments.one_at_a_time,
+    }
+    for name, is_given in engine_options.items():
+        if is_given:
+            raise RefusedError(f"{name} is not allowed with --serve, whose servers run already")
+    for url in arguments.serve:
+        if not url.startswith(("http://", "https://")):
+            raise RefusedError(f"--serve {url} is not allowed: a URL such as http://localhost:8000")
+    if len({url.rstrip("/") for url in arguments.serve}) < len(arguments.serve):
+        raise RefusedError("--serve names the same server twice")
