@@ -28,6 +28,7 @@ from tests.e2e.references import ask, config_of, stats
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from tests.runners.v2.suffix_engine import Engine, Event
 from vllm_specplus.proposers.draft_widths import DraftWidths, Plan
+from vllm_specplus.runners.v2 import adaptive, fillers
 from vllm_specplus.runners.v2 import speculator as v2_speculator
 from vllm_specplus.runners.v2 import states as v2_states
 from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
@@ -173,6 +174,9 @@ def guard_all(guard: Guard, speculator: type) -> dict[str, list[int]]:
         guard.pause(SamplingStates, name)
     guard.pause(DraftTokensHandler, "set_draft_tokens")
     guard.pause(v2_states, "async_copy_to_np")
+    for module in (fillers, adaptive):
+        # vLLM makes the bound of the texts' lengths from an array of the host.
+        guard.pause(module, "longest_text")
     methods: list[tuple[Any, str]] = [
         (speculator, "propose"),
         (Drafting, "begin"),

@@ -86,7 +86,7 @@ class SlotFiller(Protocol):
 
 
 def longest_text(input_batch: Any) -> int:
-    """The most tokens that a request of the batch has with those of this step, which may be fewer."""
+    """The most tokens that a request may have with those of this step: a bound that vLLM keeps on the host."""
     return int(input_batch.seq_lens_cpu_upper_bound.numpy().max()) + 1
 
 
