@@ -19,7 +19,7 @@ from typing import Any
 from configs import CONFIGS
 from torch.profiler import ProfilerActivity, profile
 
-from examples.demo import counters, prompts
+from examples.demo import counters, of_mtp
 from tests.e2e.engines import PROMPTS, Engine, engine
 
 # As the CUDA runtime and driver name what puts work on the device.
@@ -51,8 +51,8 @@ def texts(e: Engine, dry: bool) -> list[list[int]]:
 def speed(e: Engine, dry: bool) -> dict[str, Any]:
     """Of each prompt of the demo: tokens/s, the best of a few runs, and steps per 100 tokens."""
     found = {}
-    for name, text in list(prompts().items())[: 1 if dry else None]:
-        prompt = list(text.encode())[: 40 if dry else None]
+    for name, shown in list(of_mtp().prompts.items())[: 1 if dry else None]:
+        prompt = list(shown.text.encode())[: 40 if dry else None]
         num_tokens = DRY_TOKENS if dry else MAX_TOKENS
         seconds = []
         before = counters(e.llm)[0]

@@ -185,7 +185,7 @@ def _constants(names: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _of_the_demo() -> Iterator[dict[str, Any]]:
-    return _constants(runpy.run_path(str(ROOT / "examples/demo.py")))
+    return _constants(runpy.run_path(str(ROOT / "examples/demo.py"))["of_mtp"]().configs)
 
 
 def _literals() -> Iterator[dict[str, Any]]:
