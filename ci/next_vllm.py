@@ -1,26 +1,30 @@
-"""Compare the seams of another vLLM with the installed one's: ``python ci/next_vllm.py VERSION FOLDER``.
+"""Compare the seams of a release of vLLM with the installed one's: ``python ci/next_vllm.py VERSION``.
 
-FOLDER is that version's package. The page is Markdown. The exit code is 1 if a seam is broken.
+The release's wheel is fetched. The page is Markdown. The exit code is 1 if a seam is broken.
 """
 
 import argparse
 import ast
 import importlib.metadata
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+from vllm_overlay import download, unpack
 
 from vllm_specplus import compat
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare the seams of another vLLM with the installed one's.")
+    parser = argparse.ArgumentParser(description="Compare the seams of a release of vLLM with the installed one's.")
     parser.add_argument("version")
-    parser.add_argument("folder", type=Path, help="its package `vllm`")
     args = parser.parse_args()
-    installed = importlib.metadata.version("vllm")
-    print("\n".join(page(args.version, args.folder, installed, compat.vllm_root())))
-    return 1 if compat.missing_seams(args.folder) else 0
+    with tempfile.TemporaryDirectory() as scratch:
+        unpack(download(args.version, Path(scratch)), Path(scratch))
+        package = Path(scratch) / "vllm"
+        print("\n".join(page(args.version, package, importlib.metadata.version("vllm"), compat.vllm_root())))
+        return 1 if compat.missing_seams(package) else 0
 
 
 def page(version: str, new: Path, installed: str, old: Path) -> Iterator[str]:

@@ -10,7 +10,4 @@ if [[ -z $version ]]; then
   version=$(python -m pip --disable-pip-version-check index versions vllm 2>>"$log" | sed -n '1s/^vllm (\(.*\))$/\1/p')
   [[ -n $version ]] || fail "the package index names no release of vLLM; pip's words are in $PWD/$log"
 fi
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-step "fetches vLLM $version" python ci/vllm_overlay.py "$version" "$folder/vllm-$version"
-python ci/next_vllm.py "$version" "$folder/vllm-$version/vllm"
+python ci/next_vllm.py "$version"

@@ -8,9 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from vllm_specplus.compare import served_command
 from vllm_specplus.compare.configurations import read_configurations
 from vllm_specplus.compare.measure import Plan, measure
@@ -20,10 +17,8 @@ from vllm_specplus.compare.prompts import Prompt, check_model, read_prompts
 from vllm_specplus.compare.report import can_plot, write_report
 from vllm_specplus.compare.results import as_data, write_results
 from vllm_specplus.compare.tables import show
+from vllm_specplus.compare.terminal import INTERRUPTED, progress, table_console
 from vllm_specplus.compare.workloads import workload
-
-_INTERRUPTED = 130
-_WIDTH = 120  # where the output is no terminal
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,27 +95,15 @@ def _folder(out: Path) -> Iterator[Path]:
 
 
 def _measured(plan: Plan, logs: Path) -> tuple[Measurements, dict[str, Any]]:
-    console = Console(stderr=True)
     measurements = Measurements(plan.configurations, plan.concurrency)
-    columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=plan.num_units)
-        is_first = True
-
-        def advance(next_step: str) -> None:
-            nonlocal is_first
-            progress.update(task, advance=0 if is_first else 1, description=next_step)
-            is_first = False
-            if not console.is_terminal:
-                print(next_step, file=sys.stderr)
-
+    with progress(plan.num_units) as advance:
         measure(plan, measurements, logs, advance)
     return measurements, as_data(plan, measurements)
 
 
 def _report(out: Path, measurements: Measurements, data: dict[str, Any]) -> int:
     write_results(out, data)
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    console = table_console()
     show(console, data)
     write_report(out, data)
     said = f"The results are in {out}"
@@ -128,5 +111,5 @@ def _report(out: Path, measurements: Measurements, data: dict[str, Any]) -> int:
         said += f". matplotlib (the extra plot) draws the plots: python -m vllm_specplus.compare.report {out}"
     console.print(said, highlight=False, markup=False, soft_wrap=True)
     if measurements.is_interrupted:
-        return _INTERRUPTED
+        return INTERRUPTED
     return int(bool(measurements.failures or measurements.defective()))

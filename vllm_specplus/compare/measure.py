@@ -1,7 +1,7 @@
 """Runs all configurations in turns, each engine in a process of its own."""
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,12 @@ from vllm_specplus.compare.measurements import Difference, Measurements, is_near
 from vllm_specplus.compare.processes import EngineFailedError, EngineProcess, call_by_name
 from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.compare.runs import Best, EngineOptions, Run
+from vllm_specplus.compare.terminal import Advance
 
 _T = TypeVar("_T")
 _SERVE = "vllm_specplus.compare.engine:serve"
 # Front end and engine in one process: they would disturb each other on few cores.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-
-Advance = Callable[[str], None]
-"""Is told what is done next."""
 
 
 @dataclass(frozen=True)

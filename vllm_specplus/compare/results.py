@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,8 +26,7 @@ _COLUMNS = (
 def as_data(plan: Plan, measurements: Measurements) -> dict[str, Any]:
     """All that was measured, as plain values. Times are in seconds."""
     return {
-        "version": __version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **origin(),
         "environment": machine(*_PACKAGES),
         "settings": {
             "model": plan.model,
@@ -61,6 +61,11 @@ def as_data(plan: Plan, measurements: Measurements) -> dict[str, Any]:
         },
         "recommendation": recommendation(measurements),
     }
+
+
+def origin() -> dict[str, str]:
+    """By which version a comparison was made, and when."""
+    return {"version": __version__, "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
@@ -105,12 +110,17 @@ def _row(measurements: Measurements, name: str, level: int) -> dict[str, Any]:
 
 
 def write_results(folder: Path, data: dict[str, Any]) -> None:
-    """Write ``results.json`` and ``results.csv``, each in one piece."""
+    """Write ``results.json``, and the measurements as ``results.csv``."""
+    write_files(folder, data, _COLUMNS, data["measurements"])
+
+
+def write_files(folder: Path, data: dict[str, Any], columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write `data` as ``results.json``, and those columns of the rows as ``results.csv``, each in one piece."""
     write_whole(folder / "results.json", (json.dumps(data, indent=1) + "\n").encode())
     table = io.StringIO()
-    writer = csv.DictWriter(table, _COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(data["measurements"])
+    writer.writerows(rows)
     write_whole(folder / "results.csv", table.getvalue().encode())
 
 

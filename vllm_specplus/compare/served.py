@@ -112,10 +112,11 @@ class ServedModel:
         """vLLM's counters of drafts by name, those by position as a dict; {} where the server shows none."""
         try:
             text = (await self._client.get("/metrics")).raise_for_status().text
-        except httpx.HTTPError:
+            families = [*text_string_to_metric_families(text)]
+        except (httpx.HTTPError, ValueError):
             return {}
         counts: dict[str, Any] = {"accepted_tokens_per_pos": {}}
-        for family in text_string_to_metric_families(text):
+        for family in families:
             for sample in family.samples:
                 if not sample.name.startswith(_COUNTER) or not sample.name.endswith("_total"):
                     continue

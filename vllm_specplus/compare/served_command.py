@@ -2,33 +2,24 @@
 
 import argparse
 import asyncio
-import csv
-import io
-import json
 import statistics
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from vllm_specplus.compare.measure import in_places
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import Prompt
-from vllm_specplus.compare.results import write_whole
+from vllm_specplus.compare.results import origin, write_files
 from vllm_specplus.compare.served import ServedModel
-from vllm_specplus.version import __version__
+from vllm_specplus.compare.terminal import INTERRUPTED, progress, table_console
 
-_INTERRUPTED = 130
-_WIDTH = 120  # where the output is no terminal
 _TIMES = ("ttft", "itl", "e2el")
 
 
@@ -72,11 +63,11 @@ def run(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
     except KeyboardInterrupt:
         is_interrupted = True
     write(arguments.out, plan, runs, is_interrupted=is_interrupted)
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    console = table_console()
     show(console, runs)
     console.print(f"The results are in {arguments.out}", highlight=False, markup=False, soft_wrap=True)
     if is_interrupted:
-        return _INTERRUPTED
+        return INTERRUPTED
     return int(any(each["failed"] for each in runs))
 
 
@@ -90,7 +81,8 @@ async def measure(plan: ServedPlan, runs: list[dict[str, Any]]) -> None:
         for server in servers:
             most = max(plan.concurrency)
             await server.warm_up(in_places(plan.prompts, most)[:most])
-        with _progress(plan) as advance:
+        total = len(plan.urls) * len(plan.concurrency) * plan.repeats
+        with progress(total) as advance:
             for repeat in range(plan.repeats):
                 for level in plan.concurrency:
                     for server in servers[:: -1 if repeat % 2 else 1]:
@@ -100,22 +92,6 @@ async def measure(plan: ServedPlan, runs: list[dict[str, Any]]) -> None:
     finally:
         for server in servers:
             await server.close()
-
-
-@contextmanager
-def _progress(plan: ServedPlan) -> Iterator[Any]:
-    console = Console(stderr=True)
-    columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
-    total = len(plan.urls) * len(plan.concurrency) * plan.repeats
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total, completed=-1)
-
-        def advance(next_step: str) -> None:
-            progress.update(task, advance=1, description=next_step)
-            if not console.is_terminal:
-                print(next_step, file=sys.stderr)
-
-        yield advance
 
 
 def show(console: Console, runs: list[dict[str, Any]]) -> None:
@@ -151,28 +127,17 @@ def _cells(runs: list[dict[str, Any]]) -> Iterator[str]:
 
 def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], *, is_interrupted: bool) -> None:
     """Write ``results.json`` and ``results.csv``, each in one piece."""
-    data = {
-        "version": __version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "settings": {
-            "servers": plan.urls,
-            "model": plan.model,
-            "prompts": len(plan.prompts),
-            "concurrency": plan.concurrency,
-            "max_tokens": plan.max_tokens,
-            "temperature": plan.temperature,
-            "repeat": plan.repeats,
-        },
-        "interrupted": is_interrupted,
-        "runs": runs,
+    settings = {
+        "servers": plan.urls,
+        "model": plan.model,
+        "prompts": len(plan.prompts),
+        "concurrency": plan.concurrency,
+        "max_tokens": plan.max_tokens,
+        "temperature": plan.temperature,
+        "repeat": plan.repeats,
     }
-    write_whole(folder / "results.json", (json.dumps(data, indent=1) + "\n").encode())
-    table = io.StringIO()
-    names = [name for name in dict.fromkeys(name for each in runs for name in each) if name != "errors"]
-    writer = csv.DictWriter(table, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(runs)
-    write_whole(folder / "results.csv", table.getvalue().encode())
+    columns = [name for name in dict.fromkeys(name for each in runs for name in each) if name != "errors"]
+    write_files(folder, origin() | {"settings": settings, "interrupted": is_interrupted, "runs": runs}, columns, runs)
 
 
 def check_options(arguments: argparse.Namespace) -> None:
