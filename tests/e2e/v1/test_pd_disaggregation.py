@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 
 from tests.e2e.engines import engine, speculative, target
+from tests.e2e.processes import alive, of_group
 from tests.e2e.serving import Server, free_port
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "pd_disaggregation" / "serve.py"
@@ -164,17 +164,9 @@ def check_death(pd: Pd, text: str) -> None:
 def check_nothing_is_left(group: int) -> None:
     """The processes of the killed server are gone once the system has noticed it."""
     deadline = time.monotonic() + END_SECONDS
-    while living := [p for p in psutil.process_iter() if _is_alive_in(p, group)]:
+    while living := alive(of_group(group)):
         assert time.monotonic() < deadline, living
         time.sleep(0.1)
-
-
-def _is_alive_in(process: psutil.Process, group: int) -> bool:
-    """A process whose parent is gone may stay as a zombie for as long as the machine's first process likes."""
-    try:
-        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """examples/ray_batch.py: a run that dies goes on where it was, and a dead engine costs no row."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.engines import engine
+from tests.e2e.processes import alive, ray_environment
 
 pytest.importorskip("ray.data", reason="Ray is not installed: pip install '.[ray]'")
 import pyarrow.parquet as pq
@@ -81,28 +81,14 @@ def started(model: Path, prompts: Path, results: Path, log: Path) -> Iterator[Ru
     command = [sys.executable, EXAMPLES / "ray_batch.py", model, prompts, results, "--batch-size", str(BATCH_SIZE)]
     for option, value in (("sampling-params", SAMPLING), ("engine-args", ENGINE), ("ray", RAY)):
         command += [f"--{option}", json.dumps(value)]
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    # By default Ray's processes give way to all others, so another test would starve them.
-    environment |= {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = ray_environment() | {"VLLM_LOGGING_LEVEL": "INFO"}
     with log.open("w") as out:
-        process = subprocess.Popen(
-            command, env={**environment, "VLLM_LOGGING_LEVEL": "INFO"}, stdout=out, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
     try:
         yield Run(process, results, log)
     finally:
         process.kill()
         process.wait(60)
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that run. A container may keep what has ended as zombies."""
-    found = []
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:

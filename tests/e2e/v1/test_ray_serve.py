@@ -1,7 +1,6 @@
 """examples/ray_serve.py: what a request asks of the plugin works behind Ray Serve's address as it does with vLLM's."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.engines import engine
+from tests.e2e.processes import ray_environment
 from tests.e2e.serving import Server, free_port
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
@@ -40,11 +40,8 @@ def served(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     command = [sys.executable, SCRIPT, trained, "--served-model-name", "tiny", "--port", str(port)]
     for option, value in (("engine-args", ENGINE), ("ray", RAY)):
         command += [f"--{option}", json.dumps(value)]
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    # By default Ray's processes give way to all others, so another test would starve them.
-    environment |= {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=ray_environment(), stdout=out, stderr=subprocess.STDOUT)
     server = Server(f"http://127.0.0.1:{port}", log, process.pid)
     try:
         deadline = time.monotonic() + START_SECONDS
