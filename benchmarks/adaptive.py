@@ -1,11 +1,12 @@
 """Tokens per second of adaptive drafting beside its parts, in engines that take turns.
 
-    python benchmarks/adaptive.py MODEL [--concurrency 1,...] [--temperature 0,...] [--repeats N] [--max-tokens N]
-                                  [--tiny] [--json FILE]
+    python benchmarks/adaptive.py MODEL [--eagle HEAD] [--concurrency 1,...] [--temperature 0,...] [--repeats N]
+                                  [--max-tokens N] [--tiny] [--json FILE]
 
-MODEL is a checkpoint with an MTP head, such as the one that `bash ci/demo.sh` makes. Each way of drafting has an engine
-in a process of its own. All of them stay up, and in each repeat every engine has its turn with the same requests. So a
-machine that slows down slows all of them, and ratios within a repeat mean something.
+MODEL is a checkpoint with an MTP head, such as the one that `bash ci/demo.sh` makes. With `--eagle` the EAGLE-3 head
+HEAD drafts instead, and MODEL needs none. Each way of drafting has an engine in a process of its own. All of them stay
+up, and in each repeat every engine has its turn with the same requests. So a machine that slows down slows all of them,
+and ratios within a repeat mean something.
 
 Before it is measured each engine serves a batch of each kind. On few cores, OMP_NUM_THREADS=1 in the environment makes
 the times steadier.
@@ -28,7 +29,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -43,20 +44,9 @@ from rich.table import Table
 
 from vllm_specplus.compare.processes import EngineFailedError, EngineProcess
 
-HYBRID = {"method": "mtp", "num_speculative_tokens": 8, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
 PLAIN, ADAPTIVE = "none", "adaptive"
 PREDICTED = "adaptive predictions", "adaptive references"
-CONFIGS: dict[str, dict[str, Any] | None] = {
-    PLAIN: None,
-    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 8, "max_ngram_size": 5, "min_ngram_size": 2},
-    "append": HYBRID | {"adaptive": False},
-    "override": HYBRID | {"match_override_len": 4},
-    ADAPTIVE: HYBRID,
-    # The README's config for predicted outputs, and the one that drafts from nothing else.
-    PREDICTED[0]: {"method": "ngram", "num_speculative_tokens": 16, "max_ngram_size": 5, "adaptive": True},
-    PREDICTED[1]: {"method": "naive", "num_speculative_tokens": 64},
-}
+Configs = dict[str, dict[str, Any] | None]
 WRONG = "a wrong reference"
 GOAL, GOAL_WITH_WRONG_REFERENCE = 0.97, 0.95
 MODULES = (
@@ -64,6 +54,23 @@ MODULES = (
     *("mailbox", "shutil", "tarfile", "textwrap"),
 )
 MOST_REQUESTS = len(MODULES)
+
+
+def configs(head: str | None) -> Configs:
+    """The config of each way; without an EAGLE head the draft model is the checkpoint's own MTP head."""
+    name, draft_model = ("mtp", {"method": "mtp"}) if head is None else ("eagle", {"method": "eagle3", "model": head})
+    hybrid = draft_model | {"num_speculative_tokens": 8, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
+    return {
+        PLAIN: None,
+        name: draft_model | {"num_speculative_tokens": 2},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 8, "max_ngram_size": 5, "min_ngram_size": 2},
+        "append": hybrid | {"adaptive": False},
+        "override": hybrid | {"match_override_len": 4},
+        ADAPTIVE: hybrid,
+        # The README's config for predicted outputs, and the one that drafts from nothing else.
+        PREDICTED[0]: {"method": "ngram", "num_speculative_tokens": 16, "max_ngram_size": 5, "adaptive": True},
+        PREDICTED[1]: {"method": "naive", "num_speculative_tokens": 64},
+    }
 
 
 @dataclass(frozen=True)
@@ -124,22 +131,22 @@ def serve(pipe: Connection, model: str, config: dict[str, Any] | None) -> None:
 
 
 @contextmanager
-def engines(model: str, logs: Path) -> Iterator[dict[str, EngineProcess]]:
+def engines(model: str, ways: Configs, logs: Path) -> Iterator[dict[str, EngineProcess]]:
     """All engines, started one after another."""
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         started = {}
-        for way in CONFIGS:
+        for way, config in ways.items():
             log = logs / f"{way.replace(' ', '-')}.log"
-            started[way] = EngineProcess(serve, model, CONFIGS[way], log=log)
+            started[way] = EngineProcess(serve, model, config, log=log)
             stack.callback(started[way].end)
             started[way].receive()
         yield started
 
 
-def ways_of(kind: str) -> list[str]:
+def ways_of(kind: str, ways: Iterable[str]) -> list[str]:
     """The ways that are compared on a kind of request."""
-    return [PLAIN, *PREDICTED] if kind == WRONG else [way for way in CONFIGS if way not in PREDICTED]
+    return [PLAIN, *PREDICTED] if kind == WRONG else [way for way in ways if way not in PREDICTED]
 
 
 def warm_up(started: dict[str, EngineProcess], max_tokens: int) -> None:
@@ -155,12 +162,12 @@ def measure(started: dict[str, EngineProcess], args: argparse.Namespace) -> Iter
     for kind, concurrency, temperature in track(settings, disable=not sys.stdout.isatty()):
         texts = prompts()[kind][:concurrency]
         extra = {"sp_advice_prompt": "no word of this is in the answer " * 20} if kind == WRONG else None
-        speeds: dict[str, list[float]] = {way: [] for way in ways_of(kind)}
+        speeds: dict[str, list[float]] = {way: [] for way in ways_of(kind, started)}
         wrong = []
         for repeat in range(args.repeats + 1):
             expected = None
             for way, values in speeds.items():
-                wanted = extra if CONFIGS[way] is not None else None
+                wanted = None if way == PLAIN else extra
                 seconds, tokens = started[way].call(texts, temperature, args.max_tokens, wanted)
                 expected = expected or tokens
                 if temperature == 0 and tokens != expected:
@@ -203,9 +210,8 @@ def compared(ours: Result, best: Result) -> dict[str, Any]:
     }
 
 
-def show(console: Console, results: list[Result], rows: list[dict[str, Any]]) -> None:
+def show(console: Console, ways: Configs, results: list[Result], rows: list[dict[str, Any]]) -> None:
     """Print tokens per second, and how adaptive compares."""
-    ways = list(CONFIGS)
     table = Table(title="tokens/s, median")
     for name in ("kind", "n", "T", *ways, "adaptive / best other (quartiles)"):
         table.add_column(name, justify="left" if name == "kind" else "right")
@@ -223,7 +229,8 @@ def show(console: Console, results: list[Result], rows: list[dict[str, Any]]) ->
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a checkpoint with an MTP head")
+    parser.add_argument("model", help="a checkpoint, with an MTP head unless --eagle names another head")
+    parser.add_argument("--eagle", metavar="HEAD", help="the EAGLE-3 head that drafts")
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], help="default 1,4,16")
     parser.add_argument("--temperature", type=lambda text: [float(n) for n in text.split(",")], help="default 0,.8")
     parser.add_argument("--repeats", type=int, help="default 5")
@@ -244,10 +251,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 1 if a text is wrong or an engine has ended."""
     args = parse_args(argv)
+    ways = configs(args.eagle)
     results: list[Result] = []
     wrong: list[str] = []
     try:
-        with engines(args.model, args.logs) as started:
+        with engines(args.model, ways, args.logs) as started:
             warm_up(started, args.max_tokens)
             for measured, differences in measure(started, args):
                 results += measured
@@ -256,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         wrong.append(str(error))
     rows = goals(results)
     console = Console(width=None if sys.stdout.isatty() else 190)
-    show(console, results, rows)
+    show(console, ways, results, rows)
     for line in wrong:
         console.print(f"FAILED: {line}", markup=False)
     if args.json:
