@@ -56,7 +56,7 @@ install_arctic_inference() {
 }
 
 install_project() {
-  pip_install --no-build-isolation --editable '.[dev,plot,ray,suffix]'
+  pip_install --no-build-isolation --editable '.[dev,docs,plot,ray,suffix]'
 }
 
 # vLLM requires them but runs without. PyPI's builds of them are for CUDA, and make `import vllm` fail. This comes last,

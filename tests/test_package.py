@@ -72,7 +72,7 @@ def test_metadata(metadata: Message) -> None:
     assert metadata["Version"] == __version__
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "plot", "ray", "real", "suffix", "test"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "docs", "plot", "ray", "real", "suffix", "test"}
     needs = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert needs == {"vllm>=0.32", "pydantic>=2.12", "rich>=14"}
 
