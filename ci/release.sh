@@ -79,8 +79,9 @@ use_extras() (
   enter
   cd "$work/elsewhere" &&
     rm -rf compared &&
-    vllm-specplus compare --model "$work/tiny" --workload edit --max-tokens 16 --repeat 1 --concurrency 1 --out compared \
-      --engine-args '--max-model-len 2048 --kv-cache-memory-bytes 67108864' \
+    echo 'a = 1, b = 2, a = 1, b =' >prompts.txt &&
+    vllm-specplus compare --model "$work/tiny" --prompts prompts.txt --max-tokens 16 --repeat 1 --concurrency 1 \
+      --out compared --engine-args '--dtype float32 --max-model-len 512 --kv-cache-memory-bytes 67108864' \
       --config '{"method": "suffix", "num_speculative_tokens": 4}' \
       --config '{"method": "mtp", "num_speculative_tokens": 4, "mtp_strategy": "with_suffix"}' &&
     ls compared/*.png &&
