@@ -1,0 +1,194 @@
+"""vLLM's features beside a hybrid: what each brings is compared with an engine without speculation.
+
+docs/features.md has a row for each. The tests hold its cells to what is found here.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.e2e.engines import ADAPTIVE, PROMPTS, Engine, engine
+
+STOCK = {"method": "mtp", "num_speculative_tokens": 2}
+ENGINE: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "max_num_batched_tokens": 64,
+    "scheduling_policy": "priority",
+    "num_gpu_blocks_override": 8,
+    "enable_prompt_embeds": True,
+    "reasoning_config": {"reasoning_start_str": "e", "reasoning_end_str": "\n"},
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
+WORKS, REFUSED, AS_VLLM = "works", "refused by vLLM", "not in vLLM either"
+FEW = PROMPTS[:3]
+LONG = (PROMPTS[0] * 8)[:300]
+
+Feature = Callable[[Engine], Any]
+FEATURES: dict[str, Feature] = {}
+
+
+def feature(name: str) -> Callable[[Feature], Feature]:
+    """Register what is asked of an engine; what it returns must be the same with speculation."""
+
+    def register(ask: Feature) -> Feature:
+        FEATURES[name] = ask
+        return ask
+
+    return register
+
+
+def sampling(name: str, **params: Any) -> None:
+    """Register a feature that sampling parameters ask for, where one token can be drawn."""
+    FEATURES[name] = lambda e: e.tokens(FEW, max_tokens=16, **params)
+
+
+def structured(name: str, **asked: Any) -> None:
+    """Register a form of structured output."""
+    FEATURES[name] = lambda e: e.tokens(
+        FEW[:2], max_tokens=40, ignore_eos=False, structured_outputs=StructuredOutputsParams(**asked)
+    )
+
+
+sampling("greedy text")
+sampling("penalties", repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)
+sampling("`min_tokens`", min_tokens=8, ignore_eos=False, stop_token_ids=list(range(100)))
+sampling("stop strings", stop=["e", "  "], ignore_eos=False)
+sampling("`bad_words`", bad_words=["a", "re"])
+sampling("`allowed_token_ids`", allowed_token_ids=[65, 66, 70, 71])
+sampling("`min_p`", min_p=0.1, temperature=1.0, top_k=1)
+sampling("`logit_bias`", logit_bias={65: 5.0})
+sampling("`n` above 1", n=3, temperature=1.0, top_k=1)
+sampling("thinking budget", thinking_token_budget=3)
+structured("JSON schema", json={"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
+structured("regular expression", regex="[a-c]{3}-[0-9]{4}")
+structured("grammar", grammar='root ::= "a" root "b" | "cc"')
+structured("choice", choice=["positive", "negative"])
+
+
+@feature("logprobs")
+def logprobs(e: Engine) -> Any:
+    results = e.generate(FEW, max_tokens=12, logprobs=2)
+    return [[sorted(row) for row in r.outputs[0].logprobs] for r in results]
+
+
+@feature("prompt logprobs")
+def prompt_logprobs(e: Engine) -> Any:
+    results = e.generate(FEW, max_tokens=4, prompt_logprobs=1)
+    return [[sorted(row) for row in r.prompt_logprobs[1:]] for r in results]
+
+
+@feature("prefix caching")
+def prefix_caching(e: Engine) -> Any:
+    """The second request finds the first one's prompt."""
+    e.tokens([LONG], max_tokens=2)
+    (result,) = e.generate([[*LONG, 65, 66]], max_tokens=16)
+    return result.num_cached_tokens > 0, list(result.outputs[0].token_ids)
+
+
+@feature("chunked prefill")
+def chunked_prefill(e: Engine) -> Any:
+    """A prompt of 300 tokens in steps of 64, while others decode."""
+    return e.tokens([*FEW, [66, *LONG]], max_tokens=16)
+
+
+@feature("preemption")
+def preemption(e: Engine) -> Any:
+    """More text than the cache has room for."""
+    before = preemptions(e)
+    texts = e.tokens([[i, *LONG[:200]] for i in range(65, 70)], max_tokens=80)
+    return preemptions(e) > before, texts
+
+
+def preemptions(e: Engine) -> int:
+    return next(int(m.value) for m in e.llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+@feature("priority scheduling")
+def priority(e: Engine) -> Any:
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    prompts = [{"prompt_token_ids": p} for p in FEW]
+    return [list(r.outputs[0].token_ids) for r in e.llm.generate(prompts, params, use_tqdm=False, priority=[2, 0, 1])]
+
+
+@feature("`max_model_len` reached")
+def max_model_len(e: Engine) -> Any:
+    (result,) = e.generate([(PROMPTS[0] * 8)[:490]], max_tokens=100)
+    return result.outputs[0].finish_reason, list(result.outputs[0].token_ids)
+
+
+@feature("abort")
+def abort(e: Engine) -> Any:
+    """One of two requests is aborted in the middle; the other's text is as it was."""
+    core = e.llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for name, prompt in zip(("kept", "aborted"), FEW, strict=False):
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+    found: dict[str, list[int]] = {}
+    while core.has_unfinished_requests():
+        for output in core.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+        if len(found.get("aborted", ())) >= 3:
+            core.abort_request(["aborted"])
+            del found["aborted"]
+    return found["kept"]
+
+
+# The last one, since engines may end at it.
+@feature("embeddings as prompt")
+def prompt_embeds(e: Engine) -> Any:
+    rows = torch.randn(12, e.llm.model_config.get_hidden_size(), generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    return [list(r.outputs[0].token_ids) for r in e.llm.generate([{"prompt_embeds": rows}], params, use_tqdm=False)]
+
+
+def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str] = FEATURES) -> dict[str, Any]:
+    """The outcome of features on one engine: what each returned, or the refusal's words."""
+    with engine(model, config, **ENGINE) as e:
+        return {name: outcome(partial(FEATURES[name], e)) for name in names}
+
+
+def outcome(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except VLLMValidationError as error:
+        return Refusal(str(error))
+    except ValueError as error:
+        return f"the engine ends: {error}"
+
+
+class Refusal(str):
+    """The words in which an engine refused."""
+
+    __slots__ = ()
+
+
+def verdicts(model: Path) -> dict[str, str]:
+    """The cell of each feature: whether it works beside the hybrid."""
+    plain, ours = (ask(model, config) for config in (None, ADAPTIVE))
+    # vLLM's own drafter is asked only for the rest: on a CPU some of what the hybrid does ends its engine.
+    stock = ask(model, STOCK, [name for name in FEATURES if ours[name] != plain[name]])
+    return {name: verdict(plain[name], stock.get(name), ours[name]) for name in FEATURES}
+
+
+def verdict(plain: Any, stock: Any, ours: Any) -> str:
+    if ours == plain:
+        return WORKS
+    if isinstance(ours, Refusal) and ours == stock:
+        return REFUSED
+    found = f"{ours!r}, without speculation {plain!r}, with vLLM's drafter {stock!r}"
+    return f"fails: {found}" if stock == plain else AS_VLLM
+
+
+def cells(column: str) -> dict[str, str]:
+    """The cells of one column of docs/features.md, by feature."""
+    lines = (Path(__file__).parents[2] / "docs" / "features.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("| ")]
+    header = rows[0]
+    return {row[0]: row[header.index(column)] for row in rows[1:] if len(row) == len(header)}

@@ -1,0 +1,23 @@
+"""vLLM's features beside a hybrid, on the V2 model runner: docs/features.md says what is found here."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.features import FEATURES, cells, verdicts
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture(scope="module")
+def found(trained: Path) -> dict[str, str]:
+    return verdicts(trained)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature(name: str, found: dict[str, str]) -> None:
+    assert found[name] == cells("V2")[name]
+
+
+def test_every_row_is_a_feature() -> None:
+    assert list(cells("V2")) == list(FEATURES)
