@@ -17,7 +17,7 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p dist "$work/elsewhere"
-log=dist/release.log
+log=dist/release.log constraints=$work/constraints.txt
 : >"$log"
 
 build() {
@@ -30,9 +30,15 @@ make_environment() (
   rm -rf "$work/environment" &&
     "$1" -m venv "$work/environment" &&
     enter &&
-    pip_install torch &&
+    cp ci/constraints.txt "$constraints" &&
+    { pip_install torch || install_torch_for_cuda; } &&
     install_vllm
 )
+
+# Where the index has no CPU build of torch for a Python. It brings a Triton of its own, and runs without a GPU too.
+install_torch_for_cuda() {
+  sed -i -e 's/^\(torch==[0-9.]*\).*/\1/' -e '/^triton==/d' "$constraints" && pip_install torch
+}
 
 enter() {
   PATH=$work/environment/bin:$PATH VIRTUAL_ENV=$work/environment
