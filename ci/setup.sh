@@ -6,7 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 log=.venv/setup.log
 stamp=.venv/setup.stamp
-constraints=ci/constraints.txt
 
 fail() {
   echo "setup: $1" >&2
@@ -39,7 +38,7 @@ print(platform.python_version(), sys._base_executable)' 2>/dev/null && return
 }
 
 pip_install() {
-  python -m pip --disable-pip-version-check install --progress-bar off --no-compile --constraint "$constraints" "$@"
+  python -m pip --disable-pip-version-check install --progress-bar off --no-compile --constraint ci/constraints.txt "$@"
 }
 
 install_vllm() {
