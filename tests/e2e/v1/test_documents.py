@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.e2e.dialects import LONG, check_ngram_rule
+from tests.e2e.dialects import LONG, check_ngram_rule, ngram_drafts
 from tests.e2e.engines import PROMPTS, engine
 from vllm_specplus.config import SpecPlusConfigError
 
@@ -46,6 +46,7 @@ RULES: list[Rule] = [
     "each slot",
     "each slot",
 ]
+HYBRIDS = [config for config in EXAMPLES if config.get("mtp_strategy") == "with_ngram"]
 SLOT_KEYS = ("num_speculative_tokens", "speculate_max_draft_token_num", "gen_num_per_cycle")
 KINDS = ("trained", "tiny", "eagle3")
 
@@ -115,3 +116,30 @@ def test_example(
                 assert counts.accepted == counts.drafted
                 return
         assert texts == [answer[:LONG] for answer in answers[kind]]
+
+
+@pytest.mark.parametrize("config", HYBRIDS, ids=json.dumps)
+def test_hybrid_appends_as_fastdeploy(
+    config: dict[str, Any], targets: dict[str, Path], draft: Path, answers: dict[str, list[list[int]]]
+) -> None:
+    """The model's drafts come first, then what followed the earliest occurrence of the tail that ends with them."""
+    own = local(config, targets["trained"], draft) | {"dialect": "fastdeploy", "adaptive": False}
+    sizes = config.get("max_ngram_size", 5), config.get("min_ngram_size", 2)
+    num_steps = config["num_model_steps"]
+    steps = []
+    with engine(targets["trained"], own) as e:
+        drafter = e.runner.drafter._drafter
+        inner = drafter.draft
+
+        def noting(history: Any, model_drafts: Any, max_drafts: Any) -> Any:
+            drafts = inner(history, model_drafts, max_drafts)
+            for i, row in enumerate(drafts.token_ids):
+                steps.append((history.tokens(i).tolist(), model_drafts[i].tolist(), int(max_drafts[i]), list(row)))
+            return drafts
+
+        drafter.draft = noting
+        assert e.tokens(PROMPTS, max_tokens=LONG) == [answer[:LONG] for answer in answers["trained"]]
+    for text, of_model, limit, drafts in steps:
+        matched = ngram_drafts([*text, *of_model], *sizes, max(limit - num_steps, 0), True)
+        assert drafts == of_model[:limit] + matched
+    assert any(len(drafts) == config["num_speculative_tokens"] for *_, drafts in steps)
