@@ -22,8 +22,10 @@ def test_each_kind_has_a_prompt_for_each_request() -> None:
         assert all(len(text) > 100 for text in texts)
 
 
-def test_configs_are_what_they_are_called() -> None:
-    options = {way: resolve(config).options for way, config in adaptive.CONFIGS.items() if config is not None}
+@pytest.mark.parametrize("head", [None, "an/eagle-head"])
+def test_configs_are_what_they_are_called(head: str | None) -> None:
+    configs = adaptive.configs(head)
+    options = {way: resolve(config).options for way, config in configs.items() if config is not None}
     assert {way for way, found in options.items() if found is not None and found.adaptive} == {
         adaptive.ADAPTIVE,
         *adaptive.PREDICTED,
@@ -37,7 +39,7 @@ def test_predictions_are_measured_with_the_readmes_config() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     about, config = readme.partition("// any model: ")[2].splitlines()[:2]
     assert "predicted outputs" in about
-    assert json.loads(config) == adaptive.CONFIGS[adaptive.PREDICTED[0]]
+    assert json.loads(config) == adaptive.configs(None)[adaptive.PREDICTED[0]]
 
 
 @pytest.mark.parametrize(("speed", "met"), [(97.5, True), (96.0, False)])
