@@ -84,9 +84,10 @@ def free_port() -> int:
     """A port that stays free until the server binds it, seconds later.
 
     The system gives ports of its own range to connections and to whoever asks for any port, so that range is left out.
+    Python's own generator would give two runs of the suite the same port: vLLM seeds it. Both would bind it, too.
     """
     first_of_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(10_000, first_of_system), 100):
+    for port in random.SystemRandom().sample(range(10_000, first_of_system), 100):
         with socket.socket() as s:
             try:
                 s.bind(("127.0.0.1", port))
