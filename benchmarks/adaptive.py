@@ -13,7 +13,7 @@ the times steadier.
 
 *Requests.* There are four kinds: to continue library files, to repeat a function with one name changed, and JSON lists.
 The fourth is the first with a reference that the answer does not follow. At concurrency n, n requests of a kind run at
-once.
+once. Fewer than four requests run one after another until there were four: on a single text any way may be lucky.
 
 *Right.* At temperature 0 every text must equal the one without speculation, or the run exits with 1.
 
@@ -54,6 +54,7 @@ MODULES = (
     *("mailbox", "shutil", "tarfile", "textwrap"),
 )
 MOST_REQUESTS = len(MODULES)
+LEAST_REQUESTS = 4
 
 
 def configs(head: str | None) -> Configs:
@@ -156,11 +157,17 @@ def warm_up(started: dict[str, EngineProcess], max_tokens: int) -> None:
             engine.call(texts, 0.0, max_tokens, None)
 
 
+def batches_of(texts: list[str], concurrency: int) -> list[list[str]]:
+    """The requests that run at once, one batch after another: together `LEAST_REQUESTS` or more."""
+    firsts = range(0, max(concurrency, LEAST_REQUESTS), concurrency)
+    return [texts[first : first + concurrency] for first in firsts]
+
+
 def measure(started: dict[str, EngineProcess], args: argparse.Namespace) -> Iterator[tuple[list[Result], list[str]]]:
     """Every way in one setting after another, and what was wrong there."""
     settings = [(k, n, t) for t in args.temperature for n in args.concurrency for k in prompts()]
     for kind, concurrency, temperature in track(settings, disable=not sys.stdout.isatty()):
-        texts = prompts()[kind][:concurrency]
+        batches = batches_of(prompts()[kind], concurrency)
         extra = {"sp_advice_prompt": "no word of this is in the answer " * 20} if kind == WRONG else None
         speeds: dict[str, list[float]] = {way: [] for way in ways_of(kind, started)}
         wrong = []
@@ -168,7 +175,9 @@ def measure(started: dict[str, EngineProcess], args: argparse.Namespace) -> Iter
             expected = None
             for way, values in speeds.items():
                 wanted = None if way == PLAIN else extra
-                seconds, tokens = started[way].call(texts, temperature, args.max_tokens, wanted)
+                answers = [started[way].call(batch, temperature, args.max_tokens, wanted) for batch in batches]
+                seconds = sum(seconds for seconds, _ in answers)
+                tokens = [text for _, texts in answers for text in texts]
                 expected = expected or tokens
                 if temperature == 0 and tokens != expected:
                     wrong.append(f"{way}, {kind}, concurrency {concurrency}: another text than without speculation")

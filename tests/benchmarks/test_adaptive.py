@@ -22,6 +22,14 @@ def test_each_kind_has_a_prompt_for_each_request() -> None:
         assert all(len(text) > 100 for text in texts)
 
 
+@pytest.mark.parametrize(("concurrency", "sizes"), [(1, [1] * 4), (3, [3, 3]), (4, [4]), (16, [16])])
+def test_no_setting_has_fewer_than_four_requests(concurrency: int, sizes: list[int]) -> None:
+    for texts in adaptive.prompts().values():
+        batches = adaptive.batches_of(texts, concurrency)
+        assert [len(batch) for batch in batches] == sizes
+        assert [text for batch in batches for text in batch] == texts[: sum(sizes)]
+
+
 @pytest.mark.parametrize("head", [None, "an/eagle-head"])
 def test_configs_are_what_they_are_called(head: str | None) -> None:
     configs = adaptive.configs(head)
