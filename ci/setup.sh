@@ -68,6 +68,10 @@ compile_bytecode() {
   python -m compileall -q -j 0 "$VIRTUAL_ENV/lib" || true
 }
 
+# Another script may be making the environment. One that it holds half of must not be taken for an interrupted one.
+exec {lock}<.
+flock "$lock"
+
 found=$(find_python) ||
   fail "needs Python 3.11 or newer with its venv module (Debian: python3-venv); PYTHON=/path/to/python chooses one"
 read -r version base_python <<<"$found"
@@ -98,3 +102,4 @@ else
   printf '%s\n' "$place" "$inputs" >"$stamp"
   echo "setup: done in $SECONDS s"
 fi
+exec {lock}<&-
