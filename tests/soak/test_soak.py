@@ -109,18 +109,36 @@ def check_counts(server: Server, tally: Counter[str]) -> None:
 @pytest.mark.parametrize(
     ("environment", "max_tokens"), [pytest.param(_V1, 96, id="v1"), pytest.param(_V2, 12, id="v2")]
 )
+@pytest.mark.timeout(1200 + SECONDS)
 def test_soak(environment: dict[str, str], max_tokens: int, trained: Path, tmp_path: Path) -> None:
     with serve(trained, tmp_path, *OPTIONS, VLLM_PLUGINS="specplus", **environment) as server:
         asyncio.run(_soak(server, num_clients=200, max_tokens=max_tokens))
 
 
-def test_an_engine_that_is_told_to_end(trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("environment", [pytest.param(_V1, id="v1"), pytest.param(_V2, id="v2")])
+def test_an_engine_that_is_told_to_end(environment: dict[str, str], trained: Path, tmp_path: Path) -> None:
     """vLLM aborts its requests; each stream says so."""
-    with serve(trained, tmp_path, *OPTIONS, VLLM_PLUGINS="specplus", **_V1) as server:
+    with serve(trained, tmp_path, *OPTIONS, VLLM_PLUGINS="specplus", **environment) as server:
         engine = engine_process(server.pid)
         losing = Clients(server.address).lose_the_server(LONG, 50, lambda: engine.send_signal(signal.SIGTERM))
         ends = asyncio.run(losing)
     assert ends["silence"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200 + SECONDS)
+def test_raw_requests(trained: Path, tmp_path: Path) -> None:
+    """Each round has other requests; in between the server has to come to rest."""
+    statuses: Counter[int] = Counter()
+    with serve(trained, tmp_path, *OPTIONS, VLLM_PLUGINS="specplus", **_V1) as server:
+        end, seed = time.monotonic() + SECONDS, 0
+        while time.monotonic() < end:
+            seed += 1
+            statuses += asyncio.run(send_raw_bytes(server.address, NUM_RAW, seed))
+            wait_until_idle(server)
+    print("raw requests:", dict(statuses))
+    assert not [status for status in statuses if status >= 500]
+    assert statuses[200] > 0 < statuses[400]
 
 
 async def _soak(server: Server, num_clients: int, max_tokens: int) -> None:
