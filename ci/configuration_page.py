@@ -17,6 +17,7 @@ from vllm_specplus.config.errors import SpecPlusConfigError, choices, describe, 
 from vllm_specplus.config.explain import explain
 from vllm_specplus.config.keys import UserKeys
 from vllm_specplus.config.resolve import resolve
+from vllm_specplus.strategies import POLICIES, STRATEGIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HYBRID = {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
@@ -46,12 +47,10 @@ SHOWN: dict[str, list[dict[str, Any]]] = {
         SUFFIX | {"suffix_decoding_max_cached_tokens": number} for number in (1000000, -1)
     ],
     "suffix_decoding_scope": [SUFFIX | {"suffix_decoding_scope": scope} for scope in ("salt", "shared", "request")],
-    "verify_strategy": [
-        MODEL | {"verify_strategy": strategy} for strategy in ("target_match", "rejection", "greedy", "topp")
-    ],
+    "verify_strategy": [MODEL | {"verify_strategy": strategy} for strategy in STRATEGIES],
     "max_candidate_len": [TOPP | {"max_candidate_len": number} for number in (5, 1, None)],
     "verify_window": [TOPP | {"verify_window": number} for number in (2, 0)],
-    "accept_policy": [MODEL | {"accept_policy": policy} for policy in ("normal", "accept_all", "reject_all")],
+    "accept_policy": [MODEL | {"accept_policy": policy} for policy in POLICIES],
     "allow_force_accept": [MODEL | {"allow_force_accept": True}],
     DIALECT_KEY: [MODEL | {DIALECT_KEY: dialect} for dialect in DIALECTS],
     INPUT_LOOKUP_KEY: [{"sp_type": "deterministic", INPUT_LOOKUP_KEY: True}],

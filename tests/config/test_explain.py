@@ -83,7 +83,16 @@ def sentence(config: dict[str, Any], key: str) -> str:
             "suffix_decoding_max_cached_requests",
             "has no effect in this configuration: no past answers are kept.",
         ),
-        (SUFFIX | {"suffix_decoding_max_cached_tokens": 9}, "suffix_decoding_max_cached_tokens", "answers of 9 tokens"),
+        (
+            SUFFIX | {"suffix_decoding_max_cached_tokens": 9},
+            "suffix_decoding_max_cached_tokens",
+            "at most 9 tokens of past answers.",
+        ),
+        (
+            SUFFIX | {"suffix_decoding_max_cached_tokens": 1000000},
+            "suffix_decoding_max_cached_tokens",
+            "1000000 tokens",
+        ),
         (SUFFIX | {"suffix_decoding_max_cached_tokens": -1}, "suffix_decoding_max_cached_tokens", "sets no limit"),
         (SUFFIX | {"suffix_decoding_scope": "shared"}, "suffix_decoding_scope", "lets all requests draft from"),
         (SUFFIX | {"suffix_decoding_scope": "salt"}, "suffix_decoding_scope", "only requests with the same cache_salt"),
@@ -94,7 +103,8 @@ def sentence(config: dict[str, Any], key: str) -> str:
             "has no effect in this configuration: no past answers are kept.",
         ),
         (HYBRID | {"suffix_decoding_max_tree_depth": 9}, "suffix_decoding_max_tree_depth", "has no effect"),
-        (TOPP, "verify_strategy", "in the target's nucleus"),
+        (TOPP, "verify_strategy", "in the target's nucleus and among the 5 most likely tokens of it; lossy"),
+        (TOPP | {"max_candidate_len": None}, "verify_strategy", "in the target's nucleus; lossy"),
         (MTP | {"verify_strategy": None}, "verify_strategy", "is the same as leaving it out."),
         (TOPP | {"max_candidate_len": 5}, "max_candidate_len", "the 5 most likely"),
         (TOPP | {"verify_window": 2}, "verify_window", "the next 2 drafts"),
@@ -187,7 +197,7 @@ def sentence(config: dict[str, Any], key: str) -> str:
             "has no effect in this configuration: max_candidate_len is 1.",
         ),
         (MTP | {"allow_force_accept": True}, "allow_force_accept", "lets a request have all of its drafts accepted."),
-        (MTP | {"allow_force_accept": False}, "allow_force_accept", "refuses requests for all of their drafts."),
+        (MTP | {"allow_force_accept": False}, "allow_force_accept", "lets no request have all of its drafts accepted."),
         (
             MTP | {"mtp_strategy": "with_suffix", "min_ngram_size": 3},
             "min_ngram_size",
@@ -217,6 +227,43 @@ def sentence(config: dict[str, Any], key: str) -> str:
 )
 def test_sentence(config: dict[str, Any], key: str, says: str) -> None:
     assert says in sentence(config, key)
+
+
+VALUES: dict[str, list[Any]] = {
+    "num_model_steps": [2],
+    "max_ngram_size": [3],
+    "min_ngram_size": [2],
+    "ngram_match_order": ["recent", "first"],
+    "match_override_len": [0, 3],
+    "adaptive": [False, True],
+    "suffix_decoding_max_tree_depth": [9],
+    "suffix_decoding_max_cached_requests": [9],
+    "suffix_decoding_max_spec_factor": [1.0],
+    "suffix_decoding_min_token_prob": [0.2],
+    "suffix_decoding_max_cached_tokens": [9],
+    "suffix_decoding_scope": ["salt"],
+    "max_candidate_len": [None, 3],
+    "verify_window": [0, 2],
+    "accept_policy": ["reject_all"],
+    "allow_force_accept": [True],
+}
+BASES = [HYBRID, APPEND, HYBRID | {"mtp_strategy": "with_suffix"}, SUFFIX | {"verify_strategy": "greedy"}]
+BASES += [NGRAM | {"verify_strategy": "greedy"}, NAIVE, NAIVE | {"num_speculative_tokens": 4}, TOPP, TOPP | ACCEPT_ALL]
+
+
+@pytest.mark.parametrize("key", VALUES)
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_what_nothing_reads_has_no_effect(base: dict[str, Any], key: str) -> None:
+    """`in_use` says which options something reads; the sentences say the same."""
+    for value in VALUES[key]:
+        config = base | {key: value}
+        try:
+            resolved = resolve(config, strict=True)
+        except SpecPlusConfigError:
+            continue
+        assert resolved.options is not None
+        is_read = key in resolved.options.in_use()
+        assert is_read != ("has no effect in this configuration" in sentence(config, key))
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -55,13 +55,18 @@ class _Config:
             return self.method == "suffix" or strategy == "with_suffix"
         if key == "ngram_match_order":
             return self.options is not None and self.options.drafts_ngrams
-        drafts = self.options is not None and self.options.drafts_from_history
+        drafts = self.options is not None and self.options.drafts_from_history and not self.is_idle
         return self.method in ("ngram", "ngram_gpu") or drafts
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is ever drafted."""
         return self.options is not None and not self.options.num_speculative_tokens
+
+    @property
+    def runs_topp(self) -> bool:
+        """Whether `verify_strategy` is ``topp``, which alone reads some keys."""
+        return self.options is not None and self.options.verify_strategy == "topp"
 
     @property
     def overrides_strategy(self) -> bool:
@@ -119,7 +124,8 @@ def _effect(config: _Config, key: str, value: Any) -> str:
 
 
 def _count(number: float, noun: str) -> str:
-    return f"{number:g} {noun}" if number == 1 else f"{number:g} {noun}s"
+    shown = f"{number:g}" if isinstance(number, float) else str(number)
+    return f"{shown} {noun}" if number == 1 else f"{shown} {noun}s"
 
 
 def _model_slots(options: SpecPlusOptions) -> str:
@@ -187,6 +193,8 @@ def _with_reference(config: _Config) -> str:
 
 
 def _override(config: _Config, value: Any) -> str:
+    if config.options is None or not config.options.is_hybrid:
+        return _NO_EFFECT
     if not value:
         return "keeps the model's drafts, however long a match is"
     return f"puts a match of at least {_count(value, 'token')} in place of the model's drafts"
@@ -229,7 +237,11 @@ def _cached_tokens(config: _Config, value: Any) -> str:
         return "keeps no past answers"
     if config.options is not None and not config.options.caches_answers:
         return f"{_NO_EFFECT}: no past answers are kept"
-    return "sets no limit to the tokens of past answers" if value == -1 else f"keeps past answers of {value} tokens"
+    return (
+        "sets no limit to the tokens of past answers"
+        if value == -1
+        else f"keeps at most {_count(value, 'token')} of past answers"
+    )
 
 
 def _model(config: _Config, value: Any) -> str:
@@ -243,7 +255,13 @@ def _verify_strategy(config: _Config, value: Any) -> str:
     if config.overrides_strategy:
         return "is overridden by accept_policy: it only decides which token follows the accepted drafts"
     traits = TRAITS[value]
-    return f"{traits.effect}; {'lossy where a request samples' if traits.loss else 'lossless'}"
+    limit = config.options.max_candidate_len if config.runs_topp and config.options is not None else None
+    also = "" if limit is None else f" and among {_most_likely(limit)} of it"
+    return f"{traits.effect}{also}; {'lossy where a request samples' if traits.loss else 'lossless'}"
+
+
+def _most_likely(number: int) -> str:
+    return "the most likely token" if number == 1 else f"the {number} most likely tokens"
 
 
 def _dialect(config: _Config, value: Any) -> str:
@@ -256,22 +274,25 @@ def _order(config: _Config, value: Any) -> str:
 
 
 def _candidates(config: _Config, value: Any) -> str:
+    if not config.runs_topp:
+        return _NO_EFFECT
+    only_samples = config.is_idle or config.overrides_strategy
     if value is None:
-        return "sets no limit: the whole nucleus is accepted"
-    only = "the most likely token" if value == 1 else f"the {value} most likely tokens"
-    verb = "samples" if config.is_idle or config.overrides_strategy else "accepts"
-    return f"{verb} only {only} of the nucleus"
+        return f"sets no limit: the whole nucleus is {'sampled' if only_samples else 'accepted'}"
+    return f"{'samples' if only_samples else 'accepts'} only {_most_likely(value)} of the nucleus"
 
 
 def _window(config: _Config, value: Any) -> str:
+    if not config.runs_topp:
+        return _NO_EFFECT
     if config.options is not None and config.options.max_candidate_len == 1:
         return f"{_NO_EFFECT}: max_candidate_len is 1"
-    if not value:
-        return "saves no draft that fails"
     if config.is_idle:
         return f"{_NO_EFFECT}: nothing is drafted"
     if config.overrides_strategy:
         return f"{_NO_EFFECT}: accept_policy overrides it"
+    if not value:
+        return "saves no draft that fails"
     assert config.options is not None
     width = config.options.num_speculative_tokens
     if value >= width:
@@ -283,6 +304,12 @@ def _window(config: _Config, value: Any) -> str:
 
 def _policy(config: _Config, value: Any) -> str:
     return f"{_NO_EFFECT}: nothing is drafted" if config.is_idle else POLICY_EFFECTS[value]
+
+
+def _force_accept(config: _Config, value: Any) -> str:
+    if config.is_idle:
+        return f"{_NO_EFFECT}: nothing is drafted"
+    return f"{'lets a request' if value else 'lets no request'} have all of its drafts accepted"
 
 
 _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
@@ -302,9 +329,7 @@ _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
     INPUT_LOOKUP_KEY: lambda config, value: (
         "searches the request's own text too" if value else "leaves the request's own text alone"
     ),
-    "allow_force_accept": lambda config, value: (
-        "lets a request have all of its drafts accepted" if value else "refuses requests for all of their drafts"
-    ),
+    "allow_force_accept": _force_accept,
     "match_override_len": _override,
     "adaptive": _adaptive,
     "suffix_decoding_max_tree_depth": lambda config, value: (
@@ -313,7 +338,7 @@ _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
     "suffix_decoding_max_cached_requests": _cached,
     "suffix_decoding_max_cached_tokens": _cached_tokens,
     "suffix_decoding_max_spec_factor": lambda config, value: (
-        f"drafts at most {_count(value, 'token')} for each equal token"
+        f"drafts at most {_count(value, 'token')} for each token of the match"
     ),
     "suffix_decoding_scope": _scope,
     "suffix_decoding_min_token_prob": lambda config, value: f"drafts no token of less than {value} probability",
