@@ -247,16 +247,16 @@ VALUES: dict[str, list[Any]] = {
     "accept_policy": ["reject_all"],
     "allow_force_accept": [True],
 }
-BASES = [HYBRID, APPEND, HYBRID | {"mtp_strategy": "with_suffix"}, SUFFIX | {"verify_strategy": "greedy"}]
-BASES += [NGRAM | {"verify_strategy": "greedy"}, NAIVE, NAIVE | {"num_speculative_tokens": 4}, TOPP, TOPP | ACCEPT_ALL]
+OTHERS = [HYBRID, APPEND, HYBRID | {"mtp_strategy": "with_suffix"}, SUFFIX | {"verify_strategy": "greedy"}]
+OTHERS += [NGRAM | {"verify_strategy": "greedy"}, NAIVE, NAIVE | {"num_speculative_tokens": 4}, TOPP, TOPP | ACCEPT_ALL]
 
 
 @pytest.mark.parametrize("key", VALUES)
-@pytest.mark.parametrize("base", BASES, ids=str)
-def test_what_nothing_reads_has_no_effect(base: dict[str, Any], key: str) -> None:
+@pytest.mark.parametrize("others", OTHERS, ids=str)
+def test_what_nothing_reads_has_no_effect(others: dict[str, Any], key: str) -> None:
     """`in_use` says which options something reads; the sentences say the same."""
     for value in VALUES[key]:
-        config = base | {key: value}
+        config = others | {key: value}
         try:
             resolved = resolve(config, strict=True)
         except SpecPlusConfigError:

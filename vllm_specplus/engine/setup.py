@@ -108,8 +108,9 @@ def with_cached_token_limit(setup: EngineSetup) -> EngineSetup:
         return setup
     if options.suffix_decoding_max_cached_tokens == -1:
         logger.warning(
-            "suffix_decoding_max_cached_tokens=-1: shared suffix trees grow without a limit of tokens, about "
-            "%d bytes a token, so %.1f GiB for a thousand answers of 4096 tokens, in each tensor-parallel worker",
+            "suffix_decoding_max_cached_tokens=-1: shared suffix trees grow without a limit of tokens; in each "
+            "tensor-parallel worker they take about %d bytes a token, so %.1f GiB for a thousand answers of 4096 "
+            "tokens",
             BYTES_PER_CACHED_TOKEN,
             BYTES_PER_CACHED_TOKEN * 1000 * 4096 / 2**30,
         )

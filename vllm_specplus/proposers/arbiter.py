@@ -30,11 +30,10 @@ The record begins as if six hits had been expected and had come, and what is old
 
 Passes of the draft model are bought in the same way. What the k-th pass adds to the best chain's value is averaged, by
 the agreement that speaks for the history. Where it adds less than it costs, it is left out, but for a step now and
-then, and the sooner the less is known of it. The first pass also fills
-the draft model's cache, so a request needs it in every step, or never again. A request keeps an account of what the
-model has earned it. Once that is spent, the request gives up the model for good. A common account over all requests
-says whether new ones begin with the model. It earns a small share of all tokens, and with that the model is tried again
-from time to time.
+then. That step comes the sooner the less is known of the pass. The first pass also fills the draft model's cache, so a
+request needs it in every step, or never again. A request keeps an account of what the model has earned it. Once that
+is spent, the request gives up the model for good. A common account over all requests says whether new ones begin with
+the model. It earns a small share of all tokens, and with that the model is tried again from time to time.
 
 Verification has a price of its own, beside the slots. Where the drafts of all requests together are worth less than
 that, the step goes without drafts.

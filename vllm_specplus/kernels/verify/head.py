@@ -4,7 +4,7 @@ Where a filter keeps few tokens, the nucleus is in the head. Its mass and its me
 head's tokens, and nothing has to be searched. A row that keeps more tokens has no head.
 
 The largest logits of the groups say how far down the head must reach. Each of them is one token's logit. So at least k
-tokens are as likely as the k-th largest of them, and the mass of the largest of them is at most that of those tokens.
+tokens are as likely as the k-th largest of them. The mass of the k largest is at most the mass of those tokens.
 """
 
 from typing import NamedTuple
