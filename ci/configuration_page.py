@@ -87,13 +87,13 @@ def lines() -> Iterator[str]:
                 yield ""
                 yield f"In `{json.dumps(others)}`:"
                 yield ""
-                yield from left_out(key, others)
+                yield from default_line(key, others)
             sentence = next(line for line in explain(config, resolve(config)) if line.startswith(f"{key}="))
             setting, _, effect = sentence.partition(" ")
             yield f"- `{setting}` {effect}"
 
 
-def left_out(key: str, others: dict[str, Any]) -> Iterator[str]:
+def default_line(key: str, others: dict[str, Any]) -> Iterator[str]:
     """A line on what holds without a key, where the others do not need it."""
     try:
         options = resolve(others).options

@@ -159,25 +159,25 @@ class _Checker:
 
     def __init__(self, plan: Plan, measurements: Measurements, engines: _Engines):
         self._plan, self._measurements, self._engines = plan, measurements, engines
-        self._expected: dict[int, tuple[Configuration, Run]] = {}
-        self._found: dict[tuple[str, int], tuple[Configuration, int, int, list[int], list[int]]] = {}
+        self._reference_runs: dict[int, tuple[Configuration, Run]] = {}
+        self._first_differences: dict[tuple[str, int], tuple[Configuration, int, int, list[int], list[int]]] = {}
 
     def check(self, configuration: Configuration, level: int, run: Run) -> None:
         """Compare a run's answers with those expected at this concurrency; note the first that differs."""
         if self._plan.temperature > 0 or not configuration.keeps_greedy_text:
             return
-        reference, expected = self._expected.setdefault(level, (configuration, run))
-        if (configuration.name, level) in self._found:
+        reference, expected = self._reference_runs.setdefault(level, (configuration, run))
+        if (configuration.name, level) in self._first_differences:
             return
         for place, (mine, theirs) in enumerate(zip(run.token_ids, expected.token_ids, strict=True)):
             if mine != theirs:
                 number = self._plan.order(level)[place]
-                self._found[configuration.name, level] = reference, level, number, theirs, mine
+                self._first_differences[configuration.name, level] = reference, level, number, theirs, mine
                 return
 
     def judge(self) -> None:
         """Ask the reference engines for the two best logits at each difference, and enter the differences."""
-        for (name, level), (reference, _, number, theirs, mine) in self._found.items():
+        for (name, level), (reference, _, number, theirs, mine) in self._first_differences.items():
             position = next(
                 (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
                 min(len(mine), len(theirs)),

@@ -155,23 +155,22 @@ def recommendation(measurements: Measurements) -> str:
     assert lead is not None
     worth = ""
     if gain is not None and measurements.baseline not in (best, second):
-        worth = f", {gain.value:.2f} times as fast as {measurements.baseline}{_shown(gain)}"
+        worth = f", {gain.value:.2f} times as fast as {measurements.baseline}{_interval(gain)}"
     ahead = f"{lead.value:.2f} times as fast as {second}"
     if lead.low is None:
         return f"Use {best}{worth}: it was {ahead}, but one repeat cannot tell how sure that is."
     repeats = f"{len(measurements.speeds(best, levels[0]))} repeats"
     if not lead.is_above(1.0):
-        return (
-            f"Use {best}{worth}, or {second}: {repeats} cannot tell which is faster, {best} is {ahead}{_shown(lead)}."
-        )
+        unsure = f"{repeats} cannot tell which is faster, {best} is {ahead}{_interval(lead)}"
+        return f"Use {best}{worth}, or {second}: {unsure}."
     exceptions = [
         f"{fastest} is fastest at concurrency {level}"
         for level in levels
         if (fastest := max(complete, key=lambda name: measurements.median(name, level) or 0.0)) != best
     ]
     but = f"; but {' and '.join(exceptions)}" if exceptions else ""
-    return f"Use {best}{worth}: it is surely {ahead}{_shown(lead)}, in {repeats}{but}."
+    return f"Use {best}{worth}: it is surely {ahead}{_interval(lead)}, in {repeats}{but}."
 
 
-def _shown(ratio: Interval) -> str:
+def _interval(ratio: Interval) -> str:
     return "" if ratio.low is None else f" (95% interval {ratio.low:.2f} to {ratio.high:.2f})"

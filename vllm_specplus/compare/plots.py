@@ -44,17 +44,17 @@ class Plot:
 
     def png(self) -> bytes:
         """The picture, on white."""
-        return self._saved("png", dpi=150, facecolor="white")
+        return self._image("png", dpi=150, facecolor="white")
 
     def svg(self) -> str:
         """An ``svg`` element whose colors are the page's variables of `css_variables`."""
-        text = self._saved("svg", transparent=True, metadata={"Date": None}).decode()
+        text = self._image("svg", transparent=True, metadata={"Date": None}).decode()
         text = text[text.index("<svg") :]
         for color in {INK, *SERIES, *SOURCE_COLORS.values(), *PART_COLORS.values()}:
             text = text.replace(color[0], f"var({css_name(color[0])})")
         return text
 
-    def _saved(self, kind: str, **options: Any) -> bytes:
+    def _image(self, kind: str, **options: Any) -> bytes:
         from matplotlib import rc_context
 
         file = io.BytesIO()
@@ -68,7 +68,7 @@ def plots(data: dict[str, Any]) -> list[Plot]:
     from matplotlib import rc_context
 
     with rc_context(_STYLE):
-        return [plot for plot in (_speed(data), _accepted(data), _time(data)) if plot is not None]
+        return [plot for plot in (_speed(data), _acceptance(data), _time(data)) if plot is not None]
 
 
 def _speed(data: dict[str, Any]) -> Plot | None:
@@ -94,7 +94,7 @@ def _speed(data: dict[str, Any]) -> Plot | None:
     return Plot("speed", "tokens/s; bars from the lowest to the highest repeat", figure)
 
 
-def _accepted(data: dict[str, Any]) -> Plot | None:
+def _acceptance(data: dict[str, Any]) -> Plot | None:
     """The share of verifications whose draft was accepted, by position and source; a panel for each configuration."""
     from matplotlib.ticker import MaxNLocator
 

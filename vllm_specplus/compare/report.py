@@ -156,7 +156,7 @@ def _texts(data: dict[str, Any]) -> str:
 
 
 def _legend(seen: set[str]) -> str:
-    names = [source for source in SOURCE_COLORS if source in {_known(name) for name in seen}]
+    names = [source for source in SOURCE_COLORS if source in {_color_name(name) for name in seen}]
     items = "".join(f'<li><span class="token {name}">{name}</span></li>' for name in names)
     return f'<ul class="legend">{items}</ul>\n'
 
@@ -180,7 +180,7 @@ def _answer(data: dict[str, Any], configuration: dict[str, Any], prompt: str) ->
     name = configuration["name"]
     if name in data["texts"]:
         tokens = data["texts"][name][prompt]
-        counts = {source: [_known(of) for _, of in tokens].count(source) for source in SOURCE_COLORS}
+        counts = {source: [_color_name(of) for _, of in tokens].count(source) for source in SOURCE_COLORS}
         said = ", ".join(f"{source} {count}" for source, count in counts.items() if count)
         content = f'<p class="quiet">{len(tokens)} tokens: {said}</p>\n<pre dir="auto">{_spans(tokens)}</pre>\n'
         if not tokens:
@@ -196,11 +196,11 @@ def _spans(tokens: Iterable[Token]) -> str:
     spans = []
     for text, source in tokens:
         kind = " part" if not text else " blank" if "\n" in text and not text.strip() else ""
-        spans.append(f'<span class="token {_known(source)}{kind}">{_text(text)}</span>')
+        spans.append(f'<span class="token {_color_name(source)}{kind}">{_text(text)}</span>')
     return "".join(spans)
 
 
-def _known(source: str) -> str:
+def _color_name(source: str) -> str:
     return source if source in SOURCE_COLORS else UNKNOWN
 
 

@@ -73,7 +73,7 @@ class ServedModel:
                 raise RefusedError(f"{self.url}: prompt {prompt.name}: {answer.error}")
 
     async def run(self, prompts: Iterable[Prompt], concurrency: int) -> dict[str, Any]:
-        """Ask every prompt once, so many at a time; return the fields, times in milliseconds."""
+        """Ask every prompt once, `concurrency` at a time; return the fields, times in milliseconds."""
         waiting = iter(prompts)
         answers: list[Answer] = []
 

@@ -96,12 +96,12 @@ def problems(data: dict[str, Any]) -> Iterator[str]:
     for configuration in data["configurations"]:
         if configuration["error"]:
             yield f"FAILED: {configuration['name']}: {configuration['error']}"
-    yield from map(_described, data["differences"])
+    yield from map(_difference_line, data["differences"])
     if data["interrupted"]:
         yield "Interrupted: the tables hold what was measured before."
 
 
-def _described(d: dict[str, Any]) -> str:
+def _difference_line(d: dict[str, Any]) -> str:
     best = ", ".join(f"{row['text']!r} {row['logit']:.4f}" for row in d["best"]) or "not known"
     expected, found = (repr(text) if text else "its end" for text in (d["expected"], d["found"]))
     kind = "NEAR-TIE" if d["is_near_tie"] else "FAILED"

@@ -58,7 +58,7 @@ def workload(name: str) -> list[Prompt]:
 
 
 def _chat() -> list[Prompt]:
-    return [_asked(name, question) for name, question in _QUESTIONS.items()]
+    return [_question(name, question) for name, question in _QUESTIONS.items()]
 
 
 def _edit() -> list[Prompt]:
@@ -67,7 +67,7 @@ def _edit() -> list[Prompt]:
         module, _, name = place.partition(".")
         source = textwrap.dedent(inspect.getsource(getattr(import_module(module), name)))
         question = f"Rename `{old}` to `{new}` in this function, change nothing else, and give the whole function back."
-        prompts.append(_asked(place, f"{question}\n\n```python\n{source}```", source))
+        prompts.append(_question(place, f"{question}\n\n```python\n{source}```", source))
     return prompts
 
 
@@ -85,7 +85,7 @@ def _json() -> list[Prompt]:
             "Turn this list into JSON with the keys id, name, price and in_stock, one object a line. The first id is "
             f"{10 * number}. Go on with four more of your own.\n\n{lines}\n\nIt begins so:\n{json.dumps(rows[0])}"
         )
-        prompts.append(_asked(item, question))
+        prompts.append(_question(item, question))
     return prompts
 
 
@@ -97,7 +97,7 @@ def _prose() -> list[Prompt]:
     return [Prompt(name, text) for name, text in _OPENINGS.items()]
 
 
-def _asked(name: str, question: str, reference: str = "") -> Prompt:
+def _question(name: str, question: str, reference: str = "") -> Prompt:
     return Prompt(name, messages=({"role": "user", "content": question},), reference=reference)
 
 

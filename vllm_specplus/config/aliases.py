@@ -343,9 +343,9 @@ def _our_value(name: str, value: Any, dialect: str | None) -> tuple[str | None, 
         system, ours = DIALECTS[dialect].system, value.lower()
     if name == "method" and ours in METHOD_ALIASES:
         return METHOD_ALIASES[ours]
-    if name == "quantization" and (translated := vllm_name(value)) is not None:
+    if name == "quantization" and (translation := vllm_name(value)) is not None:
         known = quantization_named(value)
-        return (RTP_LLM if known is None else known.system), translated
+        return (RTP_LLM if known is None else known.system), translation
     return system, ours
 
 
@@ -363,7 +363,7 @@ def _translate(alias: Alias, value: Any) -> Any:
     raise not_allowed_error(setting(alias.key, value), f"expected one of {choices(alias.values)}{hint}")
 
 
-def translated(name: str, value: Any, dialect: str | None = None) -> tuple[str, str, Any] | None:
+def translation(name: str, value: Any, dialect: str | None = None) -> tuple[str, str, Any] | None:
     """The system, the key here and the value here of another engine's key or value; None if it is none, or ignored."""
     alias = ALIASES.get(name)
     if alias is not None:

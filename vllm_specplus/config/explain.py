@@ -11,7 +11,7 @@ from vllm_specplus.config.aliases import (
     SYNONYMS,
     NormalisedConfig,
     normalise,
-    translated,
+    translation,
 )
 from vllm_specplus.config.dialects import DIALECT_KEY, DIALECTS
 from vllm_specplus.config.errors import setting, show
@@ -98,7 +98,7 @@ def _sentence(config: _Config, name: str, value: Any) -> str:
         return "is the same as leaving it out"
     key, meaning = SYNONYMS.get(name, name), value
     prefix = ""
-    found = translated(name, value, config.config.dialect)
+    found = translation(name, value, config.config.dialect)
     if found is not None:
         system, key, meaning = found
         if key == "method":

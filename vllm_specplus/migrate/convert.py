@@ -82,7 +82,7 @@ def migrate(start: Start, system: str | None = None) -> Migration:
         _convert_ascend(result, start)
     else:
         for name, value in dict(start.options).items():
-            _convert(result, name, value, is_inserted=name in start.inserted)
+            _convert(result, name, value, is_inserted=name in start.inserted_variables)
         names = {name.replace("-", "_").lower() for name, _ in start.options}
         for name, default in _DEFAULTS.get(found, {}).items():
             if name not in names:

@@ -30,14 +30,14 @@ class Start:
     """How a server is started.
 
     system: whose server it is, where the program tells. options: names, without leading dashes, and values; a flag
-    without a value has "". words: what stands beside them. inserted: variables whose value has been put in where they
-    are named.
+    without a value has "". words: what stands beside them. inserted_variables: those whose value has been put in
+    where they are named.
     """
 
     system: str | None = None
     options: list[tuple[str, str]] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
-    inserted: set[str] = field(default_factory=set)
+    inserted_variables: set[str] = field(default_factory=set)
 
     def join(self, other: "Start") -> "Start":
         """Both together; a later option of the same name counts."""
@@ -45,7 +45,7 @@ class Start:
             self.system or other.system,
             [*self.options, *other.options],
             [*self.words, *other.words],
-            self.inserted | other.inserted,
+            self.inserted_variables | other.inserted_variables,
         )
 
 
@@ -65,7 +65,7 @@ def read_command(text: str) -> Start:
     start = Start()
     pending: str | None = None
     variables: dict[str, str] = {}
-    for token in _inserted(tokens, variables, start.inserted):
+    for token in _insert_values(tokens, variables, start.inserted_variables):
         if token.startswith("--"):
             name, equals, value = token[2:].partition("=")
             start.options.append((name, value))
@@ -84,7 +84,7 @@ def read_command(text: str) -> Start:
     return start
 
 
-def _inserted(tokens: Iterable[str], variables: Mapping[str, str], names: set[str]) -> Iterator[str]:
+def _insert_values(tokens: Iterable[str], variables: Mapping[str, str], names: set[str]) -> Iterator[str]:
     """The tokens with the values of variables, which may grow between two tokens; adds the names to `names`."""
 
     def value(found: re.Match[str]) -> str:

@@ -25,7 +25,7 @@ _PRIOR_PASS = 0.1
 _PRIOR_WEIGHT = 64.0  # as that of steps whose drafts vary by so much, squared and summed
 # Of their numbers, squared and summed: a batch that has just changed, or steps that all have drafts, tell nothing yet.
 _LEAST_SPREAD_OF_REQS = _LEAST_SPREAD_OF_VERIFICATION = 1.0
-_FIT_PERIOD = 8  # steps between two fits, once so many have been measured
+_FIT_PERIOD = 8  # steps before the first fit, and between two
 
 
 @dataclass(frozen=True)

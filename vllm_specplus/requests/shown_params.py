@@ -21,24 +21,24 @@ class _Length:
     """Stands in for a reference in a representation."""
 
     def __init__(self, length: int, unit: str):
-        self._shown = f"{length} {unit}"
+        self._length = f"{length} {unit}"
 
     def __repr__(self) -> str:
-        return self._shown
+        return self._length
 
 
 def shown_args(extra_args: Mapping[str, Any]) -> dict[str, Any]:
     """``extra_args`` for a log: each reference is replaced by its length."""
-    shown = {name: _shown(value) if name in REFERENCE_KEYS else value for name, value in extra_args.items()}
+    shown = {name: _length(value) if name in REFERENCE_KEYS else value for name, value in extra_args.items()}
     resolved = extra_args.get(RESOLVED_ENTRY)
     if isinstance(resolved, Mapping) and "token_ids" in resolved:
-        shown[RESOLVED_ENTRY] = {**resolved, "token_ids": _shown(resolved["token_ids"])}
+        shown[RESOLVED_ENTRY] = {**resolved, "token_ids": _length(resolved["token_ids"])}
     elif resolved is not None:
-        shown[RESOLVED_ENTRY] = _shown(resolved)
+        shown[RESOLVED_ENTRY] = _length(resolved)
     return shown
 
 
-def _shown(value: Any) -> Any:
+def _length(value: Any) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return _Length(memoryview(value).nbytes // np.dtype(np.int32).itemsize, "tokens")
     if isinstance(value, list | tuple | np.ndarray):

@@ -82,9 +82,9 @@ class StepCounter:
             by_name = {steps.name: steps for steps in self._by_request.values()}
             result = process_outputs(processor, engine_core_outputs, *args, **kwargs)
             for answer in result.request_outputs:
-                asked = by_name.get(answer.request_id)
-                if asked is not None and answer.finished:
-                    answer.aux_info = asked.aux_info(sum(len(choice.token_ids) for choice in answer.outputs))
+                steps = by_name.get(answer.request_id)
+                if steps is not None and answer.finished:
+                    answer.aux_info = steps.aux_info(sum(len(choice.token_ids) for choice in answer.outputs))
             for name in [name for name in self._by_request if name not in processor.request_states]:
                 del self._by_request[name]
             return result

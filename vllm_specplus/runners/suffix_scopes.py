@@ -17,7 +17,7 @@ class SuffixScopes:
         self._is_shared = options.suffix_decoding_scope == "shared"
         self._follows = options.needs_salts
         self._scopes: dict[str, str] = {}
-        self._ended: set[str] = set()
+        self._ended_requests: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._scopes)
@@ -28,7 +28,7 @@ class SuffixScopes:
             return
         for new in new_requests:
             scope = (getattr(new.sampling_params, "extra_args", None) or {}).get(SCOPE_ENTRY)
-            self._ended.discard(new.req_id)
+            self._ended_requests.discard(new.req_id)
             if isinstance(scope, str):
                 self._scopes[new.req_id] = scope
 
@@ -38,9 +38,9 @@ class SuffixScopes:
         Args:
             req_ids: unknown ids are ignored.
         """
-        for req_id in self._ended:
+        for req_id in self._ended_requests:
             self._scopes.pop(req_id, None)
-        self._ended = set(req_ids)
+        self._ended_requests = set(req_ids)
 
     def of(self, req_ids: Sequence[str]) -> list[str | None] | None:
         """The scopes of requests, for `History.scopes`."""

@@ -78,7 +78,7 @@ def make_inputs(
         positions=_row_numbers(logits) if positions is None else positions.to(torch.int64).contiguous(),
         strategy=strategy,
         policy=policy,
-        # No draft has so many after it, so a larger window accepts nothing either.
+        # No draft has more drafts after it than a request has slots, so a larger window accepts nothing either.
         verify_window=min(verify_window, max(num_columns, 1)),
         max_candidate_len=None if max_candidate_len is None else min(max_candidate_len, logits.shape[1]),
         max_rows=num_columns,

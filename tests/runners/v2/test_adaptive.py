@@ -191,4 +191,4 @@ def test_a_request_that_has_ended_leaves_nothing_to_the_next_of_its_name(ends):
     engine.drafting._slot_filler._account.add(4 << 16)
     engine.add("a", 1)
     assert engine.step("a", width=0) == 1
-    assert not engine.drafting.requests._kept
+    assert not engine.drafting.requests._saved_by_request

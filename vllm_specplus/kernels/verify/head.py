@@ -110,7 +110,7 @@ def _store_head(row, groups, heads, i_row, bound, num_listed, sizes):
 
 @triton.jit
 def _load_head(row, heads, i_row, num_tokens, sizes):
-    """The `Head` of a row of so many tokens."""
+    """The `Head` of a row, which has `num_tokens`."""
     p_tokens, p_logits = heads.tokens_ptr + i_row * sizes.HEAD_SIZE, heads.logits_ptr + i_row * sizes.HEAD_SIZE
     at = tl.arange(0, sizes.HEAD_SIZE)
     tokens = tl.load(p_tokens + at, mask=at < num_tokens, other=row.vocab_size)

@@ -35,7 +35,7 @@ class RequestTracker:
         self._counts = np.zeros((2, len(SOURCES), width), np.int64)
         # For each request and step whose drafts are not in the counts yet: how many were the model's, the source of the
         # others, how many were verified, how many accepted.
-        self._uncounted: list[tuple[int, int, int, int]] = []
+        self._uncounted_drafts: list[tuple[int, int, int, int]] = []
         # By request, of its last drafts: how many were the model's, and the source of the others.
         self._last_drafts: dict[str, tuple[int, int]] = {}
         # By request of the step that runs: the same two, and how many drafts are verified.
@@ -115,19 +115,19 @@ class RequestTracker:
             num_model, fill_source, drafted = self._drafts_in_step.get(req_id, nothing)
             accepted = len(tokens) - 1
             if drafted:
-                self._uncounted.append((num_model, fill_source, drafted, accepted))
+                self._uncounted_drafts.append((num_model, fill_source, drafted, accepted))
             request = self.live_requests.get(req_id)
             if request is not None and request.counts_key is not None:
                 is_reference = fill_source == REFERENCE
                 part = np.array([1, drafted * is_reference, accepted * is_reference])
                 self.live_requests.counts.add(request.counts_key, part)
-        if len(self._uncounted) > _MOST_UNCOUNTED:
+        if len(self._uncounted_drafts) > _MOST_UNCOUNTED:
             self._count()
 
     def _count(self) -> None:
         """Enter what is not in the counts yet: together this costs far less than step by step."""
         # What cannot be counted is dropped.
-        uncounted, self._uncounted = self._uncounted, []
+        uncounted, self._uncounted_drafts = self._uncounted_drafts, []
         if uncounted:
             count_drafts(self._counts, *np.array(uncounted).T)
 

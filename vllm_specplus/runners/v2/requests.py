@@ -55,8 +55,8 @@ class RequestTracker:
         self.scopes = SuffixScopes(options)
         self.prices = StepPrices() if options.adaptive else None
         self._requests_by_state: dict[int, LiveRequest] = {}
-        self._ended: Collection[str] = ()  # with this step
-        self._kept: dict[str, Any] = {}
+        self._ended_requests: Collection[str] = ()  # with this step
+        self._saved_by_request: dict[str, Any] = {}
         # By the width of a step, so that no step has to make it.
         self._max_drafts = [
             torch.full((max_num_reqs,), width, dtype=torch.int32, device=device) for width in range(self._width + 1)
@@ -71,12 +71,12 @@ class RequestTracker:
         Args:
             scheduler_output: vLLM's ``SchedulerOutput``.
         """
-        self._ended = scheduler_output.finished_req_ids
-        for req_id in self._ended:
-            self._kept.pop(req_id, None)
-        self.live_requests.finish(self._ended)
+        self._ended_requests = scheduler_output.finished_req_ids
+        for req_id in self._ended_requests:
+            self._saved_by_request.pop(req_id, None)
+        self.live_requests.finish(self._ended_requests)
         self.live_requests.begin(scheduler_output.scheduled_new_reqs)
-        self.scopes.end(self._ended)
+        self.scopes.end(self._ended_requests)
         self.scopes.begin(scheduler_output.scheduled_new_reqs)
         # Last, since a fault of it must not hide what begins and ends.
         if self.prices is not None:
@@ -146,15 +146,15 @@ class RequestTracker:
 
     def has_ended(self, req_id: str) -> bool:
         """Whether a request that leaves its place in this step has ended; otherwise it may come back."""
-        return req_id in self._ended
+        return req_id in self._ended_requests
 
     def keep(self, req_id: str, value: Any) -> None:
         """Keep something of a request that leaves its place, until it comes back or ends."""
-        self._kept[req_id] = value
+        self._saved_by_request[req_id] = value
 
     def take_back(self, req_id: str) -> Any:
         """What was kept of a request that comes back; None if nothing was."""
-        return self._kept.pop(req_id, None)
+        return self._saved_by_request.pop(req_id, None)
 
     def allows_drafts(self, index: int) -> bool:
         """Whether the request of a place allows drafts."""
