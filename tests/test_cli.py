@@ -41,7 +41,7 @@ def test_notes_and_warnings_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> 
     json.loads(out)
     note, default, warning = err.splitlines()
     assert note.startswith("note: speculative_config: PaddleNLP options mapped")
-    assert default == "note: speculative_config: max_candidate_len=5, verify_window=2: FastDeploy's defaults of topp"
+    assert default == "note: speculative_config: max_candidate_len=5, verify_window=2: PaddleNLP's defaults of topp"
     assert warning.startswith("warning: speculative_config: ")
 
 

@@ -1,4 +1,4 @@
-"""Migration keys: every published example means what its list says, entry by entry."""
+"""Migration keys: what every published example means, entry by entry."""
 
 import importlib.util
 import json

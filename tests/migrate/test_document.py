@@ -2,7 +2,9 @@
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
@@ -10,7 +12,7 @@ import vllm
 from vllm_specplus.cli import main
 from vllm_specplus.config.aliases import ALIASES, INPUT_LOOKUP_KEY, METHOD_ALIASES
 from vllm_specplus.config.dialects import DIALECTS, FASTDEPLOY, PADDLENLP, RTP_LLM
-from vllm_specplus.config.keys import CommonKeys, known_names
+from vllm_specplus.config.keys import TOPP_DEFAULTS, CommonKeys, known_names
 from vllm_specplus.config.quantizations import QUANTIZATIONS
 from vllm_specplus.config.stock_keys import stock_keys
 from vllm_specplus.migrate import SYSTEMS
@@ -70,12 +72,36 @@ def test_quantizations() -> None:
     assert {name.lower() for name in names("What differs everywhere")} == {*QUANTIZATIONS, "fp8"}
 
 
+# The columns of the table of defaults: a dialect, and whether its names alone ask for it.
+COLUMNS = [("paddlenlp", True), ("rtp_llm", True), ("fastdeploy", False), ("paddlenlp", False)]
+_NO_DEFAULT = ("lossless", "vLLM's", "as here")
+
+
+def defaults_said() -> Iterator[dict[str, Any]]:
+    """The defaults in each column of the table."""
+    rows = [
+        line.strip("|").split("|") for line in SECTIONS["What a config leaves out"].splitlines() if line[:3] == "| `"
+    ]
+    for column in range(1, len(COLUMNS) + 1):
+        said: dict[str, Any] = {}
+        for row in rows:
+            keys = re.findall("`([^`]+)`", row[0].partition(" with ")[0])
+            keys = ["suffix_decoding" + key if key.startswith("_") else key for key in keys]
+            cell = row[column].strip()
+            if cell not in _NO_DEFAULT:
+                values = [re.match("`?([^` ]+)", part.strip()) for part in cell.split(",")]
+                said |= dict(zip(keys, [found[1] for found in values if found], strict=True))
+        yield said
+
+
 def test_what_is_left_out() -> None:
-    """Each default of the table is one of the code's."""
-    keys = {default.key for dialect in DIALECTS.values() for default in dialect.defaults}
-    said = names("What a config leaves out") - {"topp"}
-    said = {"suffix_decoding" + name if name.startswith("_") else name for name in said}
-    assert said == keys | {"max_candidate_len", "verify_window"}
+    """Each default of the table is the code's."""
+    for (name, by_name), said in zip(COLUMNS, defaults_said(), strict=True):
+        defaults = [default for default in DIALECTS[name].defaults if default.by_name or not by_name]
+        expected = {default.key: default.value for default in defaults} | TOPP_DEFAULTS
+        assert said == {key: str(value).lower() for key, value in expected.items()}
+    # The other column of RTP-LLM would say the same.
+    assert all(default.by_name for default in DIALECTS["rtp_llm"].defaults)
 
 
 def test_the_flags_are_vllms() -> None:

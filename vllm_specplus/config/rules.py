@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from vllm_specplus.config.dialects import FASTDEPLOY, PADDLENLP
 from vllm_specplus.config.errors import choices, config_error, not_allowed_error, setting
 from vllm_specplus.config.keys import (
     DEFAULT_NGRAM_SIZES,
@@ -320,7 +321,8 @@ def topp_limits(parsed: ParsedConfig) -> tuple[int | None, int, list[str]]:
         window = 0
     if defaults:
         chosen = ", ".join(setting(key, value) for key, value in defaults.items())
-        notes.append(f"{chosen}: FastDeploy's defaults of topp")
+        system = PADDLENLP if parsed.config.system == PADDLENLP else FASTDEPLOY
+        notes.append(f"{chosen}: {system}'s defaults of topp")
     return candidates, window, notes
 
 
