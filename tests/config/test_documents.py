@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.config.helpers import pretend_arctic
+from vllm_specplus.compat import TESTED_VERSIONS
 from vllm_specplus.config import resolve
 from vllm_specplus.config.dialects import DIALECTS
 from vllm_specplus.config.keys import DEFAULT_NGRAM_SIZES, TOPP_DEFAULTS, CommonKeys, UserKeys
@@ -66,6 +67,10 @@ def test_defaults() -> None:
         assert KEYS[key].startswith(f"int, {value};")
     assert KEYS["match_override_len"].startswith(f"int, {PROPERTIES['match_override_len']['default']} ")
     assert KEYS["allow_force_accept"] == f"bool, {json.dumps(PROPERTIES['allow_force_accept']['default'])}"
+
+
+def test_the_versions_of_vllm_are_those_that_were_tested() -> None:
+    assert f"beside vLLM {' or '.join(TESTED_VERSIONS)};" in README
 
 
 def test_the_configs_to_choose_from(monkeypatch: pytest.MonkeyPatch) -> None:
