@@ -104,20 +104,20 @@ class StrategySampler(Sampler):
                 "verify_window": options.verify_window,
                 "max_candidate_len": options.max_candidate_len,
             }
-        asked = Parameters(states.temperature.gpu, states.seeds.gpu)
+        parameters = Parameters(states.temperature.gpu, states.seeds.gpu)
         if filtered:
-            asked = asked._replace(top_p=states.top_p.gpu, top_k=states.top_k.gpu, min_p=states.min_p.gpu)
-        asked = gather_parameters(asked, idx_mapping)
+            parameters = parameters._replace(top_p=states.top_p.gpu, top_k=states.top_k.gpu, min_p=states.min_p.gpu)
+        parameters = gather_parameters(parameters, idx_mapping)
         verify = functools.partial(
             verify_draft_tokens,
             logits,
             cu_num_rows,
             drafts,
-            asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            min_p=asked.min_p,
-            seeds=asked.seeds,
+            parameters.temperature,
+            top_p=parameters.top_p,
+            top_k=parameters.top_k,
+            min_p=parameters.min_p,
+            seeds=parameters.seeds,
             positions=positions,
             **rule,
             # The torch backend waits for the device.
