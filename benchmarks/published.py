@@ -82,7 +82,7 @@ class PublishedSetting(Setting):
     jump: float
 
     def cost(self, passes: int, num_drafts: int) -> float:
-        """The cost of one step."""
+        """What a step costs, with what it costs more than a line through the other steps."""
         return super().cost(passes, num_drafts) + self.fixed + self.jump * (num_drafts > MOST_SLOTS_ON_THE_LINE)
 
 

@@ -101,7 +101,7 @@ class Setting:
     slot_cost: float
 
     def cost(self, passes: int, num_drafts: int) -> float:
-        """The cost of one step."""
+        """What a step costs, in steps of the target without drafts."""
         return 1 + self.draft_cost * passes + self.slot_cost * num_drafts
 
 

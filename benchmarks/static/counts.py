@@ -62,7 +62,7 @@ class Recorder:
         return self._lines.setdefault(line, len(self._lines))
 
     def begin(self, name: str, arguments: Any) -> None:
-        """A launch begins."""
+        """Begin the counts of a launch, whose tensors are among `arguments`."""
         self.launches.append(LaunchCounts(name))
         self._counts_of: dict[tuple[int, ...], Counter[tuple[int, int]]] = {}
         self._loads: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])

@@ -68,7 +68,7 @@ class LaunchCost:
         return max(self.memory_us, self.issue_us, self.pipe_us, self.mean_latency_us)
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """The launch with its times, as plain values."""
         return asdict(self) | {"us": self.us, "mean_us": self.mean_us}
 
 
@@ -102,7 +102,7 @@ class StepCost:
         return MACHINE.memory_us(moved) + MACHINE.gap_us * (self.num_launches - 1)
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """The step with its times and its launches, as plain values."""
         found = {name: getattr(self, name) for name in ("us", "mean_us", "floor_us", "num_launches")}
         launches = [launch.record() for launch in self.launches]
         operations = [{"name": name, "num_bytes": num_bytes} for name, num_bytes in self.operations]

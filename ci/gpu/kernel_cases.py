@@ -65,7 +65,7 @@ class Group:
 
 
 def groups() -> list[Group]:
-    """All of them."""
+    """Every strategy, with each set of filters and the other options that it has."""
     variants: list[dict[str, Any]] = [{"strategy": "greedy"}, {"strategy": "greedy", "policy": "accept_all"}]
     for strategy in STRATEGIES:
         if strategy != "greedy":

@@ -74,7 +74,7 @@ class Measurements:
         return self.configurations[0].name
 
     def add(self, name: str, concurrency: int, repeat: int, run: Run) -> None:
-        """Add a run."""
+        """Add one repeat of a configuration at a concurrency."""
         self.runs.setdefault((name, concurrency), {})[repeat] = run
 
     def speeds(self, name: str, concurrency: int) -> dict[int, float]:

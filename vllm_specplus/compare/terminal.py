@@ -15,7 +15,7 @@ _WIDTH = 120  # where the output is no terminal
 
 
 def table_console() -> Console:
-    """The console for tables."""
+    """A console as wide as a table where stdout is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_WIDTH)
 
 
