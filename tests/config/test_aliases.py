@@ -477,6 +477,7 @@ def test_match_lengths_beside_a_draft_model_are_ignored_as_rtp_llm_does() -> Non
     resolved = resolve({"sp_type": "mtp", "sp_min_token_match": 2, "sp_max_token_match": 2})
     assert (resolved.options, resolved.vllm) == (None, {"method": "mtp", "num_speculative_tokens": 5})
     assert sum('acts only with sp_type="deterministic"' in line for line in resolved.notes) == 2
+    assert resolved.notes[0] == 'speculative_config: RTP-LLM options mapped: sp_type="mtp" -> method="mtp"'
 
 
 @pytest.mark.parametrize("name", OTHER_SPELLINGS)

@@ -217,7 +217,8 @@ def normalise(items: Iterable[tuple[str, Any]]) -> NormalisedConfig:
     dialect = _dialect(items)
     looks_up_input = _looks_up_input(items)
     result = NormalisedConfig(dialect=dialect)
-    rewritten: dict[str, list[str]] = {}
+    # By system: each key that was set, and how.
+    rewritten: dict[str, list[tuple[str, str]]] = {}
     implied: dict[str, Any] = {}
     for name, value in items:
         if name in (DIALECT_KEY, INPUT_LOOKUP_KEY):
@@ -226,7 +227,7 @@ def normalise(items: Iterable[tuple[str, Any]]) -> NormalisedConfig:
         if alias is None:
             key, (system, ours) = SYNONYMS.get(name, name), _our_value(name, value, dialect)
             if system is not None:
-                rewritten.setdefault(system, []).append(f"{setting(name, value)} -> {show(ours)}")
+                rewritten.setdefault(system, []).append((key, f"{setting(name, value)} -> {show(ours)}"))
             result.add(key, ours, name, value)
         elif alias.target is None:
             result.notes.append(f"{alias.system}'s {setting(name, value)} is ignored: {alias.why}")
@@ -238,7 +239,7 @@ def normalise(items: Iterable[tuple[str, Any]]) -> NormalisedConfig:
                 ours = "ngram"
             result.add(alias.target, ours, name, value)
             if ours != OFF:
-                what = f"{setting(name, value)} -> {setting(alias.target, ours)}"
+                what = alias.target, f"{setting(name, value)} -> {setting(alias.target, ours)}"
                 rewritten.setdefault(alias.system, []).append(what)
             implied.update(alias.implies)
     if not result.is_off:
@@ -247,7 +248,9 @@ def normalise(items: Iterable[tuple[str, Any]]) -> NormalisedConfig:
         defaults = _fill_in(result, implied, "which those options imply")
         defaults += _fill_in(result, _defaults(result, system, is_asked=dialect is not None), f"{system}'s defaults")
         result.notes[:0] = [*defaults, *_quantization_notes(result)]
-    result.notes[:0] = [f"{system} options mapped: {', '.join(lines)}" for system, lines in rewritten.items()]
+    for system, settings in reversed(rewritten.items()):
+        if lines := [line for key, line in settings if key in result.values]:
+            result.notes.insert(0, f"{system} options mapped: {', '.join(lines)}")
     return result
 
 
