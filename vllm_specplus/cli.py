@@ -72,7 +72,7 @@ def _add_migrate(commands: Any) -> None:
         "migrate",
         help="turn another system's start of a server into a `vllm serve` command",
         description="Print the `vllm serve` command that does what a server of FastDeploy, PaddleNLP, RTP-LLM or vLLM "
-        "Ascend did. What became of each option goes to stderr. Exit 2 where one that matters has no counterpart. "
+        "Ascend did. Stderr tells what became of each option. Exit 2 where one that matters has no counterpart. "
         "Nothing is run, and no variable of this process is read.",
     )
     command.add_argument("--from", dest="system", choices=SYSTEMS, help="whose server it is, where nothing else tells")
