@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from tests.proposers.reference import make_history
 from vllm_specplus.proposers import _arbiter
 from vllm_specplus.proposers.adaptive import AdaptiveDrafter
 from vllm_specplus.proposers.arbiter import Prices
-from vllm_specplus.proposers.history import History
+from vllm_specplus.proposers.history import History, Match
+from vllm_specplus.proposers.reference_text import ReferenceText
+from vllm_specplus.sources import NGRAM
 
 _ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -82,6 +85,19 @@ def test_offers_to_a_request_whose_name_begins_anew_are_withdrawn() -> None:
     drafter.plan(history(a=[1, 2, 5, 5, 5]), np.array([4]), [None])
     assert trials(drafter) == before > 0
     np.testing.assert_array_equal(drafter.arbiter._credits, credit)
+
+
+def test_limits_above_the_slots_count_as_the_slots() -> None:
+    tokens = np.full((1, 9), 7, np.int32)
+    matcher = SimpleNamespace(
+        match=lambda history, drafts, limits: Match(tokens, np.full(1, 9, np.int32), np.full(1, 30, np.int32))
+    )
+    reference = ReferenceText(np.arange(1, 9, dtype=np.int32), edit=False, min_ngram_size=1, max_ngram_size=3)
+    for matchers, references, expected in (({NGRAM: matcher}, [None], [7] * 4), ({}, [reference], [3, 4, 5, 6])):
+        drafter = AdaptiveDrafter(matchers, max_num_reqs=1, num_model_steps=0, num_speculative_tokens=4)
+        begun = History(["a"], np.array([[1, 2]], np.int32), np.array([2]), np.array([0]))
+        assert drafter.plan(begun, np.array([9]), references) == 0
+        assert drafter.draft(begun, np.array([9]), np.empty((1, 0), np.int32)).to_lists() == [expected]
 
 
 def test_the_first_step_compiles_nothing() -> None:

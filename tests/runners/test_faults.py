@@ -81,3 +81,13 @@ def test_faults_of_one_part_are_logged_once_and_by_one_worker(log: pytest.LogCap
 def test_what_ends_the_process_is_not_caught() -> None:
     with pytest.raises(KeyboardInterrupt), Faults(logs=False).caught("drafting"):
         raise KeyboardInterrupt
+
+
+def test_an_interrupt_is_no_fault() -> None:
+    faults = Faults(logs=False)
+    with pytest.raises(KeyboardInterrupt), faults.caught("drafting", ["request-0"]):
+        raise KeyboardInterrupt
+    assert not faults.counts
+    with faults.caught("drafting", ["request-0"]):
+        raise ValueError
+    assert (faults.counts, faults.without_drafts) == ({"drafting": 1}, {"request-0"})

@@ -144,3 +144,31 @@ def test_prices_stand_for_eight_steps_and_are_the_first_workers(clock: SimpleNam
         play(prices, clock, 1)
         assert prices.agree(1) is clock.group.sent[0]
     assert len(clock.group.sent) == 2
+
+
+def test_what_no_prices_are_asked_for_does_not_pile_up(clock: SimpleNamespace) -> None:
+    """Steps are entered with the next prices, which nobody asks for while nothing drafts."""
+    prices = StepPrices()
+    longest = 0
+    for _ in range(100):
+        play(prices, clock, 1)
+        longest = max(longest, len(prices._postponed))
+    assert 0 < longest < 50
+    asked = StepPrices()
+    for _ in range(100):
+        play(asked, clock, 1)
+        asked.agree(1)
+    # Those of the first count for eight steps.
+    assert prices.agree(1) == [asked.agree(1) for _ in range(8)][-1]
+
+
+def test_a_step_that_cannot_be_entered_is_not_entered_again(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prices = StepPrices()
+    play(prices, clock, 3)
+    with monkeypatch.context() as broken:
+        broken.setattr(prices._meter, "add_step", None)
+        with pytest.raises(TypeError):
+            prices.agree(1)
+    assert prices.agree(1) == StepPrices().agree(1)

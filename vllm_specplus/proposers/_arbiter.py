@@ -261,21 +261,38 @@ def _value_of_drafts(
 
 
 @compiled(allocates=False)
+def _choose_with_model(
+    offers: Offers, beliefs: Beliefs, price: int, row: int, max_drafts: int, values: np.ndarray
+) -> tuple[int, int, int]:
+    """The best drafts of a request to which the model has offered its own, as `_best_drafts` tells them.
+
+    values: [S + 1] int64, takes the value of the best with each number of passes.
+    """
+    passes = offers.passes[row]
+    num_model, chain, size = 0, NO_CHAIN, 0
+    for k in range(passes + 1):
+        num_model, chain, size = _best_drafts(offers, beliefs, price, row, k, max_drafts)
+        num_known = k if offers.is_blind else passes
+        values[k] = _value_of_drafts(offers, beliefs, price, row, num_known, num_model, chain, size)
+    return num_model, chain, size
+
+
+@compiled(allocates=False)
 def choose(rows: np.ndarray, limits: np.ndarray, offers: Offers, beliefs: Beliefs, price: int, chosen: Chosen) -> None:
-    """Choose the drafts of each request, at most `limits` ([B] int64); see `Arbiter.choose`.
+    """Choose the drafts of each request, at most `limits` ([B] int64) and K; see `Arbiter.choose`.
 
     The value of k passes is that of the drafts which would be chosen after them, by what all passes tell. So a pass is
     worth what it tells, and never less than nothing but for the cut.
     """
     for i in range(len(rows)):
-        row, max_drafts = rows[i], limits[i]
+        row, max_drafts = rows[i], min(limits[i], offers.chains.shape[2])
         passes = offers.passes[row]
         factor_of_model = _factor(beliefs.record, row, MODEL)
         num_model, chain, size = 0, NO_CHAIN, 0
-        for k in range(passes + 1):
-            num_model, chain, size = _best_drafts(offers, beliefs, price, row, k, max_drafts)
-            num_known = k if offers.is_blind else passes
-            chosen.values[i, k] = _value_of_drafts(offers, beliefs, price, row, num_known, num_model, chain, size)
+        if passes == 0:  # then there is nothing to compare, and the code is far shorter
+            chosen.values[i, 0], chain, size = _best_chain(offers, beliefs, price, row, 0, 0, ONE, max_drafts)
+        else:
+            num_model, chain, size = _choose_with_model(offers, beliefs, price, row, max_drafts, chosen.values[i])
         if offers.is_blind and num_model > 0:
             # Only what stands behind all of the model's drafts may depend on them.
             survival = ONE
@@ -598,18 +615,24 @@ def _prices_in(state: np.ndarray) -> np.ndarray:
 
 
 @compiled()
-def begin_step(state: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray, rows: np.ndarray) -> int:
-    """Judge the last step's offers, take them away, and return how many tokens have come since."""
+def begin_step(state: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray, rows: np.ndarray) -> tuple[int, bool]:
+    """Judge the last step's offers and take them away.
+
+    Returns:
+        How many tokens have come since, and whether a request has not given the draft model up.
+    """
     offers, table = _offers_in(state), _table_in(state)
     positions = _per_request(state, _OFFER_POSITIONS)
     num_new = judge(token_ids, num_tokens, rows, positions, offers, table, _record_in(state))
     update_chances(table)
+    credits, is_anyone_awake = _per_request(state, _CREDITS), False
     for i in range(len(rows)):
         row = rows[i]
+        is_anyone_awake |= credits[row] != ASLEEP
         offers.passes[row] = 0
         for c in range(len(offers.starts)):
             offers.lengths[row, c] = 0
-    return num_new
+    return num_new, is_anyone_awake
 
 
 @compiled()
@@ -619,7 +642,7 @@ def offer(
     """Offer a chain to each request; see `Arbiter.offer`."""
     offers = _offers_in(state)
     for i in range(len(rows)):
-        row, length = rows[i], num_tokens[i]
+        row, length = rows[i], min(num_tokens[i], offers.chains.shape[2])
         for n in range(length):
             offers.chains[row, c, n] = token_ids[i, n]
         offers.lengths[row, c], offers.agreed[row, c] = length, match_len[i]
@@ -655,17 +678,17 @@ def choose_and_settle(
     step_price: int,
     least_value: int,
     most_credit: int,
-    token_ids: np.ndarray,
-    num_drafts: np.ndarray,
-    num_model: np.ndarray,
-    source: np.ndarray,
+    table: np.ndarray,
 ) -> tuple[int, int]:
     """Choose the drafts, enter what the passes have earned, and return that; see `choose` and `settle`.
 
     Drafts that all together are worth less than `least_value` are dropped. Also returned is the drafts' fate.
+
+    table: as in `arbiter.Choice`.
     """
     offers, positions = _offers_in(state), _per_request(state, _OFFER_POSITIONS)
     values = np.empty((len(rows), offers.model.shape[1] + 1), np.int64)
+    num_drafts, num_model, source, token_ids = table[:, 0], table[:, 1], table[:, 2], table[:, 3:]
     chosen = Chosen(token_ids, num_drafts, num_model, source, values, np.empty(token_ids.shape, np.int64))
     choose(rows, limits, offers, Beliefs(_table_in(state).chances, _record_in(state)), slot_price, chosen)
     fate, value = NO_DRAFTS, 0

@@ -83,14 +83,13 @@ class AdaptiveDrafter:
 
         Args:
             history: the batch of B requests.
-            limits: [B] int, the most drafts of each request.
+            limits: [B] int, the most drafts of each request; more than K count as K.
             references: [B], what each request brought.
             without_drafts: requests that never may have drafts.
         """
-        limits = np.minimum(limits, self._num_slots)
         self.arbiter.begin_step(history, without_drafts)
         self._offer_matches(history, None, limits)
-        if any(reference is not None for reference in references):
+        if references.count(None) < len(references):
             match = _cite(history, limits, references, self._num_slots)
             self.arbiter.offer(self._reference_chain, match.token_ids, match.num_tokens, match.match_len)
         return self.arbiter.plan_passes(limits) if self._fixed_passes is None else self._fixed_passes
@@ -102,7 +101,6 @@ class AdaptiveDrafter:
             history, limits: as given to `plan`.
             model_drafts: [B, passes] int, the draft model's tokens; any number of passes.
         """
-        limits = np.minimum(limits, self._num_slots)
         num_passes = model_drafts.shape[1]
         if num_passes:
             self.arbiter.offer_model(model_drafts, limits)
@@ -129,7 +127,7 @@ class AdaptiveDrafter:
 
 def _cite(history: History, limits: np.ndarray, references: Sequence[ReferenceText | None], width: int) -> Match:
     """What the references draft, as a matcher would tell it."""
-    num_reqs = len(history.req_ids)
+    num_reqs, limits = len(history.req_ids), np.minimum(limits, width)
     match = Match(np.zeros((num_reqs, width), np.int32), np.zeros(num_reqs, np.int32), np.zeros(num_reqs, np.int32))
     for i, reference in enumerate(references):
         if reference is not None and limits[i] > 0:

@@ -133,6 +133,6 @@ class StateRows:
 
     def retain(self, req_ids: Collection[str]) -> list[int]:
         """Take back the row of every request that is not named; return these rows."""
-        dropped = [self._rows.pop(req_id) for req_id in self._rows.keys() - set(req_ids)]
+        dropped = [self._rows.pop(req_id) for req_id in self._rows.keys() - req_ids]
         self._free += dropped
         return dropped

@@ -13,7 +13,7 @@ class Drafts:
 
     Attributes:
         token_ids: [B] lists of token ids, of different lengths.
-        num_model: [B] int32, how many leading drafts of each request are the draft model's; the others are the
+        num_model: [B] int, how many leading drafts of each request are the draft model's; the others are the
             matcher's.
     """
 

@@ -98,15 +98,15 @@ class NgramMatcher:
             RuntimeError: more than `max_num_reqs` requests have state.
         """
         num_reqs = len(history.req_ids)
-        num_tokens = np.ascontiguousarray(history.num_tokens[:num_reqs], np.int64)
-        num_prompt_tokens = np.ascontiguousarray(history.num_prompt_tokens[:num_reqs], np.int64)
+        num_tokens = np.ascontiguousarray(history.num_tokens, np.int64)
+        num_prompt_tokens = np.ascontiguousarray(history.num_prompt_tokens, np.int64)
         self._check(history.token_ids, num_reqs)
         state_rows, _ = self._state_rows.assign(history.req_ids)
         if model_drafts is None:
             model_drafts = np.empty((num_reqs, 0), np.int32)
         limits = np.ascontiguousarray(max_drafts, np.int64)
         result = Match(
-            np.empty((num_reqs, int(limits.max(initial=0))), np.int32),
+            np.empty((num_reqs, max(limits.tolist(), default=0)), np.int32),
             np.empty(num_reqs, np.int32),
             np.empty(num_reqs, np.int32),
         )

@@ -79,14 +79,15 @@ class LiveRequests:
         """What a request asks for; None if it asks nothing."""
         return self._requests.get(req_id)
 
-    def max_drafts(self, req_ids: Sequence[str], width: int) -> np.ndarray:
-        """[B] int64: the drafts that each request allows in a step, at most `width`."""
-        limits = np.full(len(req_ids), width, np.int64)
+    def max_drafts(self, req_ids: Sequence[str], width: int) -> list[int]:
+        """[B] the drafts that each request allows in a step, at most `width`."""
+        limits = [width] * len(req_ids)
         if self._requests:
             for i, request in enumerate(map(self._requests.get, req_ids)):
                 if request is not None and request.max_drafts is not None:
                     limits[i] = min(request.max_drafts, width)
-        limits[self.faults.rows_without_drafts(req_ids)] = 0
+        for i in self.faults.rows_without_drafts(req_ids):
+            limits[i] = 0
         return limits
 
     def accept_all(self, req_ids: Sequence[str]) -> np.ndarray | None:

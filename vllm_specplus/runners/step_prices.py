@@ -1,6 +1,7 @@
 """Times a worker's steps, and turns the times into the prices that the arbiter works with."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,19 @@ from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.proposers.costs import CostMeter, Pace
 
 _PERIOD = 8  # drafting steps between two looks at the clock's results
+_MOST_POSTPONED = 3 * _PERIOD  # more than between two prices, where each step drafts
 _MOST_IN_PASSES = 0.9  # of a step's time: the usual time of its passes may be more than they took
 
 
 def has_no_prompts(scheduler_output: Any) -> bool:
     """Whether all requests of a step decode; takes vLLM's ``SchedulerOutput``."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    return not scheduler_output.scheduled_new_reqs and all(
-        count <= 1 + len(drafts.get(req_id, ())) for req_id, count in scheduler_output.num_scheduled_tokens.items()
-    )
+    if scheduler_output.scheduled_new_reqs:
+        return False
+    for req_id, count in scheduler_output.num_scheduled_tokens.items():
+        if count > 1 and count > 1 + len(drafts.get(req_id, ())):
+            return False
+    return True
 
 
 class StepPrices:
@@ -39,6 +44,7 @@ class StepPrices:
         self._prompts_time = 0.0  # of passes over prompts, for each request that waited; since the last prices
         self._num_steps = 0
         self._prices: Prices | None = None
+        self._postponed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     @property
     def is_counted(self) -> bool:
@@ -54,13 +60,12 @@ class StepPrices:
         now = time.perf_counter()
         goes_on = scheduler_output.scheduled_cached_reqs.num_reqs > 0
         if self._num_scheduled and self._num_emitted and goes_on:
-            in_passes = min(self._passes_time, _MOST_IN_PASSES * (now - self._began))
             num_drafts = self._num_scheduled - self._num_reqs
-            counted = self._meter.add_step(num_drafts, self._num_reqs, now - self._began - in_passes)
-            usual = self._meter.costs(self._num_reqs).step
-            self._pace.add(self._num_emitted / self._num_reqs, (counted + in_passes) / usual)
+            self._postpone(
+                self._enter_step, num_drafts, self._num_reqs, self._num_emitted, now - self._began, self._passes_time
+            )
         if scheduler_output.scheduled_new_reqs:
-            self._pace.begin_request(len(scheduler_output.num_scheduled_tokens))
+            self._postpone(self._pace.begin_request, len(scheduler_output.num_scheduled_tokens))
         self._num_scheduled, self._num_reqs = 0, len(scheduler_output.num_scheduled_tokens)
         if has_no_prompts(scheduler_output):
             self._num_scheduled = scheduler_output.total_num_scheduled_tokens
@@ -77,6 +82,7 @@ class StepPrices:
 
     def expect_passes(self, num_passes: int) -> None:
         """Count the usual time of some passes as that of this step's, which is not known yet."""
+        self._catch_up()
         self._passes_time += self._meter.passes_time(num_passes, self._num_reqs)
 
     def add_past_passes(self, num_passes: int, seconds: float, num_reqs: int, *, is_counted: bool) -> None:
@@ -85,14 +91,14 @@ class StepPrices:
         In a step that is not counted they have prompts. The arbiter charges the usual time of passes in each step.
         """
         if is_counted:
-            self._meter.add_passes(num_passes, num_reqs, seconds)
+            self._postpone(self._meter.add_passes, num_passes, num_reqs, seconds)
         else:
-            counted = self._meter.add_prompt_passes(seconds)
-            self._prompts_time += max(counted - self._meter.passes_time(num_passes, num_reqs), 0.0) * num_reqs
+            self._postpone(self._enter_prompt_passes, num_passes, num_reqs, seconds)
 
     def agree(self, num_reqs: int) -> Prices:
         """The prices for this step's drafts; each worker of a group has to ask in each step that drafts."""
         if self._prices is None or self._num_steps % _PERIOD == 0:
+            self._catch_up()
             num_reqs = max(num_reqs, 1)
             costs = self._meter.costs(num_reqs)
             prices = self._pace.prices(costs, num_reqs)
@@ -102,3 +108,27 @@ class StepPrices:
             self._prices = self._group.broadcast_object(prices) if self._group.world_size > 1 else prices
         self._num_steps += 1
         return self._prices
+
+    def _enter_step(self, num_drafts: int, num_reqs: int, num_emitted: int, seconds: float, passes_time: float) -> None:
+        in_passes = min(passes_time, _MOST_IN_PASSES * seconds)
+        counted = self._meter.add_step(num_drafts, num_reqs, seconds - in_passes)
+        self._pace.add(num_emitted / num_reqs, (counted + in_passes) / self._meter.costs(num_reqs).step)
+
+    def _enter_prompt_passes(self, num_passes: int, num_reqs: int, seconds: float) -> None:
+        counted = self._meter.add_prompt_passes(seconds)
+        self._prompts_time += max(counted - self._meter.passes_time(num_passes, num_reqs), 0.0) * num_reqs
+
+    def _postpone(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function later, after those before it: what a step's time tells is read with the next prices.
+
+        Several calls in a row take about as long as one among the work of a step, as only the first finds cold caches.
+        """
+        self._postponed.append((function, arguments))
+        if len(self._postponed) >= _MOST_POSTPONED:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        # What fails is not called again.
+        postponed, self._postponed = self._postponed, []
+        for function, arguments in postponed:
+            function(*arguments)

@@ -183,7 +183,8 @@ class Pair:
         prices = np.zeros(self.num_steps, np.int64)
         groups = self.offers, self.table, self.record, self.gains
         state = spec.to_addresses(self.offer_positions, self.credits, *groups, prices)
-        total = spec.begin_step(state, self.token_ids[rows], num_tokens, rows)
+        total, is_anyone_awake = spec.begin_step(state, self.token_ids[rows], num_tokens, rows)
+        assert is_anyone_awake == np.any(self.credits[rows] != spec.ASLEEP)
         judge_and_update(self.kernels, torch.from_numpy(self.token_ids), self.device_lengths(), idx_mapping, num_new)
         assert num_new.tolist() == [1000 + total]
         self.assert_same()

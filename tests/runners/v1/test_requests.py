@@ -13,6 +13,7 @@ from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers.hybrid import Drafts
 from vllm_specplus.runners import live_requests
 from vllm_specplus.runners.v1 import requests as v1_requests
+from vllm_specplus.runners.v1.history import HostHistory
 from vllm_specplus.runners.v1.requests import RequestTracker
 from vllm_specplus.sources import SOURCES
 
@@ -308,7 +309,7 @@ def test_what_cannot_be_counted_is_dropped(monkeypatch: pytest.MonkeyPatch) -> N
 def test_each_request_has_its_own_limit() -> None:
     steps = Steps()
     steps.begin(steps.add("a", max_drafts=1), steps.add("b"), steps.add("c", TEXT, max_drafts=0))
-    assert steps.tracker.live_requests.max_drafts(["b", "c", "a"], 3).tolist() == [3, 0, 1]
+    assert steps.tracker.live_requests.max_drafts(["b", "c", "a"], 3) == [3, 0, 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -370,3 +371,25 @@ def test_any_steps_add_up() -> None:
     assert counts is not None
     assert counts["accepted"] == sum(stats["accepted"]["reference"])
     assert counts["rejected"] == sum(stats["drafted"]["reference"]) - counts["accepted"]
+
+
+def test_state_of_requests_that_have_ended_is_dropped_once() -> None:
+    steps, kept = Steps(), []
+    steps.begin(steps.add("a"), steps.add("b"))
+    batch = SimpleNamespace(req_ids=["b"])
+    runner = SimpleNamespace(
+        requests={"a": 1, "b": 2}, input_batch=batch, scheduler_config=SimpleNamespace(max_num_seqs=1)
+    )
+    history = HostHistory(runner, steps.tracker)
+    history.drop_idle_state(lambda req_ids: kept.append(list(req_ids)))
+    assert kept == []
+    del runner.requests["a"]
+    steps.begin(ended="a")
+    steps.begin()
+    for _ in range(2):
+        history.drop_idle_state(lambda req_ids: kept.append(list(req_ids)))
+    assert kept == [["b"]]
+    # Of too many requests only those of the batch keep theirs.
+    runner.requests |= {"c": 3, "d": 4}
+    history.drop_idle_state(lambda req_ids: kept.append(list(req_ids)))
+    assert kept == [["b"], ["b"]]

@@ -112,12 +112,12 @@ class HistoryDrafter:
 
     def _draft(self, history: History, max_drafts: np.ndarray) -> list[list[int]]:
         if self._adaptive is not None:
-            self._adaptive.retain(self._history.requests_with_state())
+            self._history.drop_idle_state(self._adaptive.retain)
             _plan_passes(self._adaptive, self._tracker, history, max_drafts)
             return _choose(self._adaptive, self._tracker, history, max_drafts, None).to_lists()
         lists: list[list[int]] = [[] for _ in history.req_ids]
         if self._matcher is not None:
-            self._matcher.retain(self._history.requests_with_state())
+            self._history.drop_idle_state(self._matcher.retain)
             lists = self._matcher.match(history, None, max_drafts).to_lists()
         drafts = Drafts(lists, np.zeros(len(lists), np.int32))
         self._tracker.put_references_first(history, max_drafts, drafts)
@@ -171,7 +171,7 @@ class HybridMixin(_Proposer):
     ) -> Any:
         """Note this step's tokens, [B, width] with -1 after each request's last; then go on as vLLM does.
 
-        While the draft model sleeps the result is zeros.
+        While the draft model sleeps the result is twice None.
         """
         rows = sampled_token_ids.tolist()
         discarded = discard_request_mask[: len(rows)].tolist()
@@ -187,8 +187,7 @@ class HybridMixin(_Proposer):
             self._is_asleep = isinstance(self._drafter, AdaptiveDrafter) and self._drafter.is_asleep(req_ids)
         if self._is_asleep:
             # With synchronous scheduling nobody but the draft model reads them.
-            nothing = sampled_token_ids.new_zeros(len(rows))
-            return nothing, nothing
+            return None, None
         with self._timed_inputs():
             return super().prepare_next_token_ids_padded(
                 sampled_token_ids, requests, gpu_input_batch, discard_request_mask
@@ -230,7 +229,7 @@ class HybridMixin(_Proposer):
         drafts = self._no_drafts()
         with self._faults.caught("drafting", self._req_ids()):
             history, max_drafts = self._read_history(num_speculative_tokens)
-            self._drafter.matcher.retain(self._history.requests_with_state())
+            self._history.drop_idle_state(self._drafter.matcher.retain)
             joined = self._drafter.draft(history, model_drafts.cpu().numpy(), max_drafts)
             self._tracker.put_references_first(history, max_drafts, joined)
             drafts = joined
@@ -251,25 +250,26 @@ class HybridMixin(_Proposer):
         plan, num_passes = None, 0 if self._is_asleep else self._steps
         with self._faults.caught("drafting", self._req_ids()):
             history, max_drafts = self._read_history(num_speculative_tokens)
-            drafter.retain(self._history.requests_with_state())
+            self._history.drop_idle_state(drafter.retain)
             num_passes = _plan_passes(drafter, self._tracker, history, max_drafts)
             plan = history, max_drafts
         began = time.perf_counter()
         model_drafts = super().propose(num_passes, *args, **kwargs).cpu().numpy() if num_passes else None
-        drafts = self._no_drafts()
+        choice = None
         if plan is not None:
             with self._faults.caught("drafting", self._req_ids()):
                 choice = _choose(drafter, self._tracker, *plan, model_drafts)
-                drafts = Drafts(choice.to_lists(), choice.num_model)
+        self._draft_probs = None
         if num_passes:
             assert self._tracker.prices is not None
             # The choice takes longer with the model's drafts, which is their cost too.
             seconds = self._inputs_time + time.perf_counter() - began
             with self._faults.caught("counting"):
                 self._tracker.prices.add_passes(num_passes, seconds)
-        # Without drafts of the model no draft has a distribution.
-        self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens) if num_passes else None
-        return drafts.token_ids
+            # Without drafts of the model no draft has a distribution.
+            drafts = self._no_drafts() if choice is None else Drafts(choice.to_lists(), choice.num_model)
+            self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
+        return self._no_drafts().token_ids if choice is None else choice.to_lists()
 
     def _read_history(self, width: int) -> tuple[History, np.ndarray]:
         """See `HostHistory.read`."""

@@ -1,6 +1,6 @@
 """The history of a batch on vLLM's V1 model runner, which has the requests' tokens on the host."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,18 @@ class HostHistory:
         """The ids of the first requests of the batch."""
         return self._runner.input_batch.req_ids[:num_reqs]
 
-    def requests_with_state(self) -> Collection[str]:
-        """The ids of the requests whose state matchers keep; those of this batch are always among them."""
+    def drop_idle_state(self, retain: Callable[[Collection[str]], Any]) -> None:
+        """Drop the state of requests that have ended, and of those outside this batch where there are too many.
+
+        Args:
+            retain: drops the state of every request that is not named; called only if there may be one.
+        """
         unfinished = self._runner.requests
-        return unfinished if len(unfinished) <= self._max_num_states else self._runner.input_batch.req_ids
+        if len(unfinished) > self._max_num_states:
+            retain(self._runner.input_batch.req_ids)
+        elif self._tracker.has_ended:
+            retain(unfinished)
+            self._tracker.has_ended = False
 
     def read(self, sampled: list[list[int]], width: int) -> tuple[History, np.ndarray]:
         """Read the history of the batch, into which vLLM has written this step's tokens.
@@ -55,28 +63,30 @@ class HostHistory:
             num_tokens[i] = end
         return self._read(sampled, num_tokens, width)
 
-    def _num_tokens(self, sampled: list[list[int]]) -> np.ndarray:
-        """[B] int64: the tokens that vLLM has written of each request."""
-        return self._runner.input_batch.num_tokens_no_spec[: len(sampled)].astype(np.int64)
+    def _num_tokens(self, sampled: list[list[int]]) -> list[int]:
+        """[B] the tokens that vLLM has written of each request."""
+        return self._runner.input_batch.num_tokens_no_spec[: len(sampled)].tolist()
 
-    def _read(self, sampled: list[list[int]], num_tokens: np.ndarray, width: int) -> tuple[History, np.ndarray]:
-        batch = self._runner.input_batch
-        num_prompt_tokens = batch.num_prompt_tokens[: len(sampled)].astype(np.int64)
-        history = History(
-            req_ids=batch.req_ids[: len(sampled)],
-            token_ids=batch.token_ids_cpu,
-            num_tokens=num_tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            scopes=self._tracker.scopes.of(batch.req_ids[: len(sampled)]),
-        )
-        limits = self._tracker.live_requests.max_drafts(history.req_ids, width)
-        np.minimum(limits, self._runner.max_model_len - 1 - num_tokens, out=limits)
-        np.maximum(limits, 0, out=limits)
-        for i, tokens in enumerate(sampled):
-            if not tokens:
-                limits[i] = 0
+    def _read(self, sampled: list[list[int]], num_tokens: list[int], width: int) -> tuple[History, np.ndarray]:
+        # In lists: in each step numpy's functions would be called with cold caches, which takes far longer.
+        batch, requests = self._runner.input_batch, self._tracker.live_requests
+        req_ids = batch.req_ids[: len(sampled)]
+        num_prompt_tokens = batch.num_prompt_tokens[: len(sampled)].tolist()
+        longest = self._runner.max_model_len - 1
+        limits = [
+            max(min(allowed, longest - length), 0) if tokens else 0
+            for tokens, length, allowed in zip(sampled, num_tokens, requests.max_drafts(req_ids, width), strict=True)
+        ]
         # A prompt of embeddings has no tokens; its row still holds the tokens of an earlier request.
         # The text of a request whose drafting had a fault is not looked at again.
-        for i in (*batch.req_prompt_embeds, *self._tracker.live_requests.faults.rows_without_drafts(history.req_ids)):
+        for i in (*batch.req_prompt_embeds, *requests.faults.rows_without_drafts(req_ids)):
             num_tokens[i] = num_prompt_tokens[i] = limits[i] = 0
-        return history, limits
+        lengths, prompt_lengths, most = np.array((num_tokens, num_prompt_tokens, limits), np.int64)
+        history = History(
+            req_ids=req_ids,
+            token_ids=batch.token_ids_cpu,
+            num_tokens=lengths,
+            num_prompt_tokens=prompt_lengths,
+            scopes=self._tracker.scopes.of(req_ids),
+        )
+        return history, most

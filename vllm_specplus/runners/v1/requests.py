@@ -32,6 +32,7 @@ class RequestTracker:
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
         self.prices = StepPrices() if options.adaptive else None
         self.drafter: AdaptiveDrafter | None = None  # is told of requests that begin
+        self.has_ended = False  # whether a request has, since idle state was dropped
         self._counts = np.zeros((2, len(SOURCES), width), np.int64)
         # For each request and step whose drafts are not in the counts yet: how many were the model's, the source of the
         # others, how many were verified, how many accepted.
@@ -48,8 +49,7 @@ class RequestTracker:
 
     def take_note(self, req_ids: Sequence[str], choice: Choice) -> None:
         """Take note of who made the drafts of each request, [B]."""
-        makers = zip(choice.num_model.tolist(), choice.sources.tolist(), strict=True)
-        self._last_drafts.update(zip(req_ids, makers, strict=True))
+        self._last_drafts.update(zip(req_ids, choice.makers(), strict=True))
 
     def put_references_first(self, history: History, max_drafts: np.ndarray, drafts: Drafts) -> None:
         """Replace a request's drafts with those of its reference where the reference tells how the output goes on.
@@ -79,6 +79,7 @@ class RequestTracker:
         """
         self._drafts_in_step = {}
         ended, new = scheduler_output.finished_req_ids, scheduler_output.scheduled_new_reqs
+        self.has_ended = self.has_ended or bool(ended)
         self.live_requests.finish(ended)
         self.live_requests.begin(new)
         self.scopes.end(ended)

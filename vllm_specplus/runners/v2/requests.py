@@ -184,9 +184,9 @@ class RequestTracker:
         if not self._requests_by_state and not self.live_requests.faults.without_drafts:
             return limits
         allowed = self.live_requests.max_drafts(input_batch.req_ids, width)
-        if np.all(allowed == width):
+        if all(most == width for most in allowed):
             return limits
-        return limits._replace(max_drafts_ptr=self._copier.to_device(allowed.astype(np.int32)))
+        return limits._replace(max_drafts_ptr=self._copier.to_device(np.array(allowed, np.int32)))
 
     def put_references_first(
         self, input_batch: Any, drafts: torch.Tensor, counts: DraftCounts, limits: Limits
