@@ -114,9 +114,7 @@ def check_other_route(received: bytes, max_model_len: int, drafts: bool) -> None
         )
 
 
-def take_options(
-    body: dict[str, Any], xargs: dict[str, Any], max_model_len: int | None = None
-) -> RequestOptions | None:
+def take_options(body: dict[str, Any], xargs: dict[str, Any], max_model_len: int) -> RequestOptions | None:
     """Take the plugin's fields out of a body; None if they ask for nothing.
 
     Args:

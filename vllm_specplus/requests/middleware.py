@@ -36,7 +36,13 @@ logger = init_logger("vllm.specplus")
 
 # SageMaker's ``/invocations`` takes the bodies of the other two.
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
-_OTHER_PATHS = ("/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
+_OTHER_PATHS = (
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/systemone",
+    "/cohere/v2/chat",
+)
 # In a scope: another PredictedOutputs, further out, takes care of the request.
 _SCOPE_MARK = "specplus"
 _LARGE_BODY = 1 << 20
@@ -47,7 +53,8 @@ class PredictedOutputs:
     """ASGI middleware for ``vllm serve --middleware vllm_specplus.requests.PredictedOutputs``.
 
     It acts on POSTs of JSON to the chat completions, completions and ``/invocations``. At vLLM's batch of chat
-    completions, Responses and Messages it refuses the plugin's fields outside of ``vllm_xargs``.
+    completions, Responses, Messages, structured decisions and Cohere's chat it refuses the plugin's fields outside of
+    ``vllm_xargs``.
 
     The plugin's fields do not go to vLLM: their meaning waits in `check.handover`. A request with a reference gets
     ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true``
