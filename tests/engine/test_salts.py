@@ -68,6 +68,17 @@ def test_a_session_keeps_the_salt_that_it_began_with() -> None:
     assert scope(scheduler, "a", "x") == scope(scheduler, "a", "y") == scope(scheduler, "a", None)
 
 
+def test_a_salt_that_cannot_be_read_is_shared_with_none(log: pytest.LogCaptureFixture) -> None:
+    """vLLM takes any value in a process of the user's own. The scheduler's errors end the engine."""
+    scheduler = new_scheduler()
+    params = SimpleNamespace(extra_args={"my_key": 1, SCOPE_ENTRY: ""})
+    request = SimpleNamespace(request_id="a", cache_salt=5, sampling_params=params)
+    scheduler.add_request(request)
+    assert scheduler.requests == {"a": request}
+    assert params.extra_args == {"my_key": 1}
+    assert "AttributeError" in log.text
+
+
 def test_a_request_without_sampling_is_left_alone() -> None:
     scheduler = new_scheduler()
     request = SimpleNamespace(request_id="a", cache_salt="x", sampling_params=None)

@@ -186,7 +186,11 @@ def test_an_error_ends_the_choice_and_is_logged_once(
     monkeypatch.setattr(WidthScheduler.__bases__[0], "__init__", Stock.__init__)
     scheduler = WidthScheduler(SimpleNamespace(), [0, 0, 1, 4, 4])
     assert "slots for drafts in a step: 0, 1, 4, whichever the accepted drafts pay for" in log.messages
+    text = "what a client " + "wrote"
     for _ in range(2):
-        scheduler._ask(lambda chooser: 1 // 0)
+        scheduler._ask(lambda chooser: {}[text])
     assert scheduler.dynamic_sd_lookup == [4] * 5
-    assert len([line for line in log.messages if "cannot choose" in line]) == 1
+    (said,) = [line for line in log.messages if "cannot choose" in line]
+    assert "KeyError" in said
+    assert "in _ask" in said
+    assert text not in log.text

@@ -22,7 +22,13 @@ from vllm_specplus.requests.options import HANDOVER_ENTRY, ResolvedOptions
 from vllm_specplus.requests.response import count_tasks
 
 CHAT, TEXT, INVOCATIONS = "/v1/chat/completions", "/v1/completions", "/invocations"
-OTHER_ROUTES = ("/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
+OTHER_ROUTES = (
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/systemone",
+    "/cohere/v2/chat",
+)
 ROUTES = (CHAT, TEXT, INVOCATIONS, *OTHER_ROUTES, "/v1/embeddings")
 SECRET = "def secret(): return 42"
 PREDICTION = {"type": "content", "content": SECRET}

@@ -1,5 +1,6 @@
 """`PredictedOutputs` takes its fields out of a request's body; vLLM's server and engine are stand-ins."""
 
+import asyncio
 import gzip
 import json
 import threading
@@ -19,11 +20,21 @@ from tests.requests.stand_ins import (
     TEXT,
     USAGE,
     Check,
+    Engine,
     Server,
     answer,
+    exchange,
     letters,
+    middleware_on,
 )
-from vllm_specplus.requests.options import HANDOVER_ENTRY, MAX_REFERENCE_FACTOR, RequestError, parse_options
+from vllm_specplus.requests.body import RequestBody
+from vllm_specplus.requests.options import (
+    HANDOVER_ENTRY,
+    MAX_REFERENCE_FACTOR,
+    RequestError,
+    RequestOptions,
+    parse_options,
+)
 from vllm_specplus.requests.refusal import RefusedRequestError
 
 
@@ -141,6 +152,24 @@ def test_every_encoding_that_vllm_reads(encoding: str) -> None:
     assert server.post([json.dumps(ALL_FIELDS).encode(encoding)]).status == 200
     assert server.resolved == [(letters(SECRET), True, None, True)]
     assert Server().post([json.dumps({"sp_advise_prompt": SECRET}).encode(encoding)]).status == 400
+
+
+@pytest.mark.parametrize("num_spaces", [0, 1 << 20])
+def test_a_deep_body_that_can_be_read_can_be_written(num_spaces: int) -> None:
+    """A large one is read in a thread, which has more room on its stack than the event loop. vLLM may refuse it."""
+    app = middleware_on(JSONResponse(answer()), Engine())
+    for depth in range(940, 1000):
+        body = b'{"aux_info": true, "x": ' + b"[" * depth + b"]" * depth + b"}" + b" " * num_spaces
+        start, *_ = asyncio.run(exchange(app, [body]))
+        assert start["status"] == 200
+
+
+def test_a_body_that_cannot_be_written_is_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested too deeply"):
+        RequestBody({"x": deep, "vllm_xargs": {}}, RequestOptions()).encode("entry", "key")
 
 
 class Unseen(list):

@@ -1,15 +1,19 @@
 """Random bodies and messages: each is answered or refused, none brings an exception of the plugin's."""
 
 import json
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.requests.stand_ins import CHAT, INVOCATIONS, OTHER_ROUTES, PREDICTION, TEXT, Server
+from tests.requests.stand_ins import CHAT, INVOCATIONS, OTHER_ROUTES, PREDICTION, TEXT, Check, Server
 from tests.runners.test_live_requests import NOTHING, new_requests
-from vllm_specplus.requests.options import KEYS, RESOLVED_ENTRY, ResolvedOptions
+from vllm_specplus.requests.body import decode_object
+from vllm_specplus.requests.options import HANDOVER_ENTRY, KEYS, RESOLVED_ENTRY, SCOPE_ENTRY, ResolvedOptions
+from vllm_specplus.requests.refusal import RefusedRequestError
 
 VALUES = st.recursive(
     st.none()
@@ -22,7 +26,8 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=8,
 )
-OPTIONS = st.dictionaries(st.sampled_from([*KEYS, "sp_nonsense", "other"]), VALUES, max_size=4)
+NAMES = [*KEYS, RESOLVED_ENTRY, HANDOVER_ENTRY, SCOPE_ENTRY, "sp_nonsense", "other"]
+OPTIONS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4)
 BODIES = st.fixed_dictionaries(
     {"model": st.just("m")},
     optional={
@@ -54,13 +59,18 @@ def sent_bodies(draw: st.DrawFn) -> list[bytes]:
 @settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 @given(sent_bodies(), st.sampled_from([CHAT, TEXT, INVOCATIONS, *OTHER_ROUTES]))
 def test_bodies(pieces: list[bytes], path: str) -> None:
-    """`Server.post` sees to it that nothing of the request stays behind."""
+    """`Server.post` sees to it that nothing of the request stays behind. What passes is checked again by the engine."""
     server = Server()
     got = server.post(pieces, path=path)
     assert got.status in (200, 400)
     assert len(server.bodies) == (got.status == 200)
     if got.status == 400:
         assert set(got.json["error"]) == {"message", "type", "param", "code"}
+    for xargs in ((decode_object(body) or {}).get("vllm_xargs") for body in server.bodies):
+        if isinstance(xargs, dict):
+            params = SimpleNamespace(extra_args=xargs)
+            with suppress(RefusedRequestError):
+                Check.validate_params(params)
 
 
 WIRES = st.fixed_dictionaries({}, optional=dict.fromkeys(ResolvedOptions.model_fields, VALUES)) | VALUES

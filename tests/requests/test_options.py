@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from vllm_specplus.requests import options as options_module
 from vllm_specplus.requests.options import (
     KEYS,
     RequestError,
@@ -131,6 +133,18 @@ def test_a_value_that_is_not_allowed(name: str, value: Any) -> None:
     assert len(message) < 200
     if name in ("sp_edit", "spec_tokens"):
         assert f"{name}={json.dumps(value):.20}" in message
+
+
+@pytest.mark.parametrize("wrong", ["", None, {}, [], -1])
+def test_of_many_wrong_elements_the_first_is_enough(wrong: Any) -> None:
+    """An error for each of a million takes ten seconds."""
+    for value in (
+        {"sp_advice_prompt_token_ids": [wrong] * 1000},
+        {"prediction": {"type": "content", "content": [wrong] * 1000}},
+    ):
+        with pytest.raises(ValidationError) as caught:
+            RequestOptions.model_validate(value)
+        assert caught.value.error_count() <= 4
 
 
 @pytest.mark.parametrize(
@@ -272,7 +286,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(name: str, meant: str |
 
 
 @pytest.mark.parametrize("name", ["sp_\n" + "x" * 1000, "sp_" + "x" * 1000])
-def test_a_long_key_is_cut_in_the_message(name: str) -> None:
+def test_a_long_key_is_cut_in_the_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a name sought that it may stand for, which takes a second for two million letters."""
+    monkeypatch.delattr(options_module, "nearest")
     with pytest.raises(RequestError) as caught:
         parse_options({name: 1})
     assert len(caught.value.field) <= 80

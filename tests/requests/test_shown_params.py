@@ -1,4 +1,4 @@
-"""What a log shows of a request's parameters."""
+"""What a log shows of a request's parameters and of a step."""
 
 import pickle
 from typing import Any
@@ -7,6 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.logging_utils.dump_input import prepare_object_to_dump
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from tests.requests.stand_ins import SECRET
 from vllm_specplus.requests import check as request_check
@@ -22,6 +24,8 @@ RESOLVED = ResolvedOptions(token_ids=np.array(IDS, np.int32), max_drafts=3).to_w
 def _restore(monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(SamplingParams.__repr__, shown_params._ORIGINAL, SamplingParams.__repr__)
     monkeypatch.setattr(SamplingParams, "__repr__", original)
+    if hasattr(SchedulerOutput, "anon_repr"):
+        monkeypatch.delattr(SchedulerOutput, "anon_repr")
 
 
 def sent(params: SamplingParams) -> SamplingParams:
@@ -64,3 +68,31 @@ def test_without_it_they_are_shown_whole() -> None:
 def test_each_process_that_gets_the_check_hides_them() -> None:
     request_check._make_check(None, True, False, False)
     assert hasattr(SamplingParams.__repr__, shown_params._ORIGINAL)
+
+
+def dump_of_a_step() -> str:
+    """What vLLM prints of a step when its engine dies."""
+    new = NewRequestData("a", IDS, [], SamplingParams(extra_args={RESOLVED_ENTRY: RESOLVED}), None, ([],), 0, None)
+    return prepare_object_to_dump(
+        SchedulerOutput(
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=CachedRequestData.make_empty(),
+            num_scheduled_tokens={"b": 1 + len(IDS)},
+            total_num_scheduled_tokens=1 + len(IDS),
+            scheduled_spec_decode_tokens={"b": IDS},
+            scheduled_encoder_inputs={},
+            finished_req_ids={"c"},
+            free_encoder_mm_hashes=[],
+        )
+    )
+
+
+def test_a_dying_engine_shows_how_many_drafts_a_step_has() -> None:
+    tokens = str(IDS)[1:-1]
+    assert tokens in dump_of_a_step()
+    hide_references()
+    shown = dump_of_a_step()
+    assert f"scheduled_spec_decode_tokens={{b: '{len(IDS)} drafts'}}" in shown
+    assert f"'token_ids': {len(IDS)} tokens" in shown
+    assert f"total_num_scheduled_tokens={1 + len(IDS)}" in shown
+    assert tokens not in shown

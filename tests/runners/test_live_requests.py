@@ -131,8 +131,15 @@ def test_what_was_cut_off_is_logged_once(warns: bool, log: pytest.LogCaptureFixt
     requests = new_requests(warns=warns)
     for _ in range(2):
         requests.begin([new_request("a", [70001], num_cut=3), new_request("b", [5])])
-    said = "request a: its reference is longer than the model length: 3 tokens or more are cut off"
+    said = "request 'a': its reference is longer than the model length: 3 tokens or more are cut off"
     assert [record.getMessage() for record in log.records] == [said] * warns
+
+
+def test_a_request_id_of_several_lines_is_logged_in_one(log: pytest.LogCaptureFixture) -> None:
+    new_requests(warns=True).begin([new_request("a\nERROR " + "b" * 1000, [70001], num_cut=3)])
+    (record,) = log.records
+    assert "\n" not in record.getMessage()
+    assert len(record.getMessage()) < 200
 
 
 def test_a_request_that_begins_anew_asks_anew() -> None:

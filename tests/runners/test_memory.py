@@ -1,8 +1,11 @@
 """The bounds of docs/limits.md, each driven to where it holds."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
+from vllm_specplus.proposers import reference_text
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.reference_text import ReferenceText
@@ -31,7 +34,7 @@ def test_ngram_tables() -> None:
 
 @pytest.mark.parametrize("edit", [False, True])
 def test_a_reference(edit: bool) -> None:
-    """28 bytes for each token of it, and for what it has learned of edits 16 bytes for each token of the output."""
+    """28 bytes for each token of it."""
     rng = np.random.default_rng(0)
     text = rng.integers(0, 5, MAX_LEN).astype(np.int32)
     output = text.copy()
@@ -41,9 +44,30 @@ def test_a_reference(edit: bool) -> None:
         reference.draft(output[:length], 8)
     arrays = [value for value in vars(reference).values() if isinstance(value, np.ndarray)]
     assert sum(array.nbytes for array in arrays) <= 28 * MAX_LEN + 200
-    edits = sum(removed.nbytes + inserted.nbytes for removed, inserted in reference._edits.values())
-    assert edits <= 16 * MAX_LEN
-    assert len(reference._anchors) <= MAX_LEN
+    assert len(reference._anchors) <= reference_text._NUM_ANCHORS
+
+
+@pytest.mark.parametrize("num_inserted", [1, reference_text._MAX_EDIT])
+def test_edits_that_a_reference_remembers(num_inserted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """768 bytes for each of the latest ones, short and long."""
+    most, num_edits, num_kept = 64, 100, 4
+    monkeypatch.setattr(reference_text, "_MAX_EDITS", most)
+    # Rare tokens, so that few of them make an agreement that is no accident.
+    text = np.arange(num_edits * num_kept, dtype=np.int32)
+    new = len(text) + np.arange(num_edits * num_inserted, dtype=np.int32)
+    output = np.concatenate((text.reshape(num_edits, -1), new.reshape(num_edits, -1)), axis=1).ravel()
+    reference = ReferenceText(text, edit=True, min_ngram_size=2, max_ngram_size=5)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for length in range(0, len(output) + 1, num_kept + num_inserted):
+            reference.draft(output[:length], 8)
+            assert len(reference._edits) <= most
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(reference._edits) == most
+    assert after - before <= 768 * most
 
 
 def test_counts_that_nobody_collects() -> None:

@@ -7,9 +7,10 @@ from collections import Counter
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_specplus.requests.options import KEYS
+from vllm_specplus.requests.options import HANDOVER_ENTRY, KEYS, RESOLVED_ENTRY, SCOPE_ENTRY
 
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/invocations", "/v1/responses", "/v1/messages", "/specplus/stats")
+_NAMES = [*KEYS, RESOLVED_ENTRY, HANDOVER_ENTRY, SCOPE_ENTRY, "x"]
 _NUM_AT_ONCE = 20
 _SECONDS_TO_WAIT = 20.0
 CLOSED, SILENT = 0, 1
@@ -25,7 +26,7 @@ def _value(rng: random.Random, depth: int = 0) -> Any:
         lambda: "".join(chr(rng.randrange(1, 0xD800)) for _ in range(rng.randrange(8))),
         lambda: {"type": "content", "content": "a = b"},
         lambda: [_value(rng, depth + 1) for _ in range(rng.randrange(3))],
-        lambda: {rng.choice([*KEYS, "x"]): _value(rng, depth + 1) for _ in range(rng.randrange(3))},
+        lambda: {rng.choice(_NAMES): _value(rng, depth + 1) for _ in range(rng.randrange(3))},
     ]
     return rng.choice(kinds if depth < 3 else kinds[:5])()
 

@@ -220,6 +220,17 @@ REQUEST_SEAMS = (
     ),
     Seam("vllm.sampling_params", "SamplingParams.extra_args", "read and set: a request's options"),
     Seam("vllm.sampling_params", "SamplingParams.__repr__", "wrapped: a log shows the lengths of references alone"),
+    Seam(
+        "vllm.logging_utils.dump_input",
+        "prepare_object_to_dump",
+        "called: shows a step when an engine dies; asks `SchedulerOutput` for the plugin's `anon_repr`",
+        ("obj",),
+    ),
+    Seam(
+        f"{_SCHED}.output",
+        "SchedulerOutput.scheduled_spec_decode_tokens",
+        "read: the drafts of a step; a log shows their number alone",
+    ),
     Seam("vllm.exceptions", "VLLMValidationError", "raised where a request is refused"),
     *(
         Seam(

@@ -63,7 +63,7 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     if resolved.options is None:
         _hand_to_vllm(args, config, resolved)
         if resolved.system == RTP_LLM:
-            _expect_rtp_requests()
+            _expect_rtp_requests(model_config)
         return original(args, model_config, parallel_config)
 
     # Refuse what cannot work.
@@ -134,13 +134,13 @@ def _set_async_scheduling(args: EngineArgs, reason: str | None) -> None:
         setattr(args, _ASYNC_TURNED_OFF, True)
 
 
-def _expect_rtp_requests() -> None:
+def _expect_rtp_requests(model_config: Any) -> None:
     """Prepare for RTP-LLM's requests in an engine in which vLLM drafts alone: they may ask for `aux_info`."""
     if is_vllm_command():
         # The middleware answers them. Without it they are refused.
         from vllm_specplus.requests.unread_fields import refuse_unread_fields
 
-        refuse_unread_fields()
+        refuse_unread_fields(model_config.max_model_len)
     else:
         # In a user's own program nothing else is asked before its requests.
         from vllm_specplus.requests.steps import step_counter

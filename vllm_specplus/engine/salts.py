@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplus.requests.options import SCOPE_ENTRY
+from vllm_specplus.runners.faults import Faults
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -19,19 +20,27 @@ _BYTES = 16
 
 
 class SaltingMixin(Scheduler):
-    """Marks each request with its scope: a digest of its salt, so that no log shows the salt; "" without one."""
+    """Marks each request with its scope: a digest of its salt, so that no log shows the salt; "" without one.
+
+    A request whose salt cannot be read has no mark, and shares with none.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._digest_key = os.urandom(_BYTES)
+        self._faults = Faults(logs=True)
 
     def add_request(self, request: Any) -> None:
         """Mark a request, then add it as vLLM does; takes vLLM's ``Request``."""
         if request.sampling_params is not None:
-            # A session goes on under its id and keeps the salt that it began with.
-            salt = self.requests.get(request.request_id, request).cache_salt
-            scope = self._digest(salt) if salt else ""
-            request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), SCOPE_ENTRY: scope}
+            given = request.sampling_params.extra_args or {}
+            mark = {}
+            with self._faults.caught("requests"):
+                # A session goes on under its id and keeps the salt that it began with.
+                salt = self.requests.get(request.request_id, request).cache_salt
+                mark = {SCOPE_ENTRY: self._digest(salt) if salt else ""}
+            others = {name: value for name, value in given.items() if name != SCOPE_ENTRY}
+            request.sampling_params.extra_args = others | mark
         super().add_request(request)
 
     def _digest(self, salt: str) -> str:

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.engine.salts import salting
 from vllm_specplus.proposers.draft_widths import DraftWidths, Plan
+from vllm_specplus.runners.faults import stack_of
 from vllm_specplus.runners.step_prices import has_no_prompts
 
 logger = init_logger("vllm.specplus")
@@ -88,9 +89,11 @@ class WidthScheduler(AsyncScheduler):
             return
         try:
             question(self._chooser)
-        except Exception:
+        except Exception as error:
             width = max(self._tables)
-            logger.exception("cannot choose how many slots a step has: from now on each has %d", width)
+            # The message is left out, as of all faults: it might hold a client's text.
+            said = "cannot choose how many slots a step has, %s: from now on each has %d\n%s"
+            logger.error(said, type(error).__name__, width, stack_of(error))
             self._chooser, self.dynamic_sd_lookup = None, self._tables[width]
 
 

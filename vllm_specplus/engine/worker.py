@@ -1,8 +1,8 @@
 """vLLM's workers, with the plugin's classes in place while the model runner is built."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -10,6 +10,8 @@ from vllm_specplus.compat import SpecPlusCompatError
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.requests.check import without_request_check
 from vllm_specplus.runners import BuildStep, RunnerModule, Tracker
+
+_T = TypeVar("_T")
 
 if TYPE_CHECKING:
 
@@ -85,13 +87,24 @@ class SpecPlusWorkerMixin(_VllmWorker):
 
         Returns:
             ``{"drafted": {source: [tokens by position]}, "accepted": {...}, "entries": {"requests": n, ...}}``; None
-            where the plugin does not draft.
+            where the plugin does not draft, and after a fault.
         """
-        return None if self._tracker is None else self._tracker.stats()
+        return self._asked(lambda tracker: tracker.stats())
 
     def specplus_collect_request_stats(self, key: str) -> dict[str, int] | None:
         """Collect the counts of the requests that gave this key, once: see ``RequestCounts.collect``."""
-        return None if self._tracker is None else self._tracker.collect_request_stats(key)
+        return self._asked(lambda tracker: tracker.collect_request_stats(key))
+
+    def _asked(self, question: Callable[[Tracker], _T]) -> _T | None:
+        """What the tracker answers; None where there is none, and after a fault.
+
+        Where one of several workers raises, vLLM takes the answers of the others for those to its next question.
+        """
+        if self._tracker is None:
+            return None
+        with self._tracker.live_requests.faults.caught("counting"):
+            return question(self._tracker)
+        return None
 
     def _import_runner_module(self) -> RunnerModule:
         """Import what goes with the runner that vLLM has chosen.

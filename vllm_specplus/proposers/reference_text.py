@@ -9,6 +9,7 @@ _TRUSTED_BITS = 32.0  # an agreement of so much is no accident: about eight byte
 _BACKWARD_BITS = 2.0  # text goes on forwards more often than it goes back
 _MAX_PLACES = 4096  # occurrences of an n-gram that are looked at, the nearest ones
 _MAX_EDIT = 64  # tokens of an edit, at most, for it to be remembered
+_MAX_EDITS = 1024  # edits that are remembered, the latest ones
 _FACTOR = 0x9E3779B97F4A7C15
 
 
@@ -29,8 +30,9 @@ class ReferenceText:
     Anchors are the last few places where a longer agreement ended. An edit began at the latest anchor; at an older one
     the text may go on after a moved block. If no place is worth the jump, a single unknown token counts as a replaced
     one, and several count as an insertion.
-    Edits are remembered (a renamed variable). If an edit begins as an earlier one did, and the text has the same tokens
-    to remove, it is drafted as before. The drafts then hold tokens of the request's own output as well.
+    Edits are remembered (a renamed variable), the latest `_MAX_EDITS` of them. If an edit begins as an earlier one did,
+    and the text has the same tokens to remove, it is drafted as before. The drafts then hold tokens of the request's
+    own output as well.
 
     The drafts depend on the output alone, not on its steps or on earlier drafts. A step costs the same at any length of
     the output. Agreement costs one comparison. A token that disagrees costs one search over the occurrences of the
@@ -174,7 +176,11 @@ class ReferenceText:
         if 0 <= num_removed <= _MAX_EDIT and 0 < len(inserted) <= _MAX_EDIT:
             token = self._token_before(removed_from) if num_removed == 0 else int(self._text[removed_from])
             removed = self._text[removed_from : removed_from + num_removed]
-            self._edits[num_removed == 0, token, int(inserted[0])] = removed, inserted.copy()
+            key = num_removed == 0, token, int(inserted[0])
+            self._edits.pop(key, None)
+            self._edits[key] = removed, inserted.copy()
+            if len(self._edits) > _MAX_EDITS:
+                del self._edits[next(iter(self._edits))]
         # Anchors a little before the place where this run began have been passed.
         start = self._cursor - run
         others = [anchor for anchor in self._anchors if not 0 <= start - anchor[0] <= _NEAR]

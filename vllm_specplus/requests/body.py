@@ -45,8 +45,16 @@ class RequestBody:
         return self.has_reference or self.aux_info
 
     def encode(self, entry: str, key: str) -> bytes:
-        """The body for vLLM as JSON, with one more entry in its ``vllm_xargs``."""
-        return json.dumps({**self.vllm_body, "vllm_xargs": {**self.vllm_body["vllm_xargs"], entry: key}}).encode()
+        """The body for vLLM as JSON, with one more entry in its ``vllm_xargs``.
+
+        Raises:
+            RequestError: the body is nested too deeply, though it could just be read.
+        """
+        body = {**self.vllm_body, "vllm_xargs": {**self.vllm_body["vllm_xargs"], entry: key}}
+        try:
+            return json.dumps(body).encode()
+        except RecursionError:
+            raise RequestError("body", "the body is not allowed: it is nested too deeply") from None
 
     def add_usage(self) -> bool:
         """Have vLLM end a stream with a chunk for its usage; False if it does so already, or there is no stream."""
@@ -106,9 +114,7 @@ def check_other_route(received: bytes, max_model_len: int, drafts: bool) -> None
         )
 
 
-def take_options(
-    body: dict[str, Any], xargs: dict[str, Any], max_model_len: int | None = None
-) -> RequestOptions | None:
+def take_options(body: dict[str, Any], xargs: dict[str, Any], max_model_len: int) -> RequestOptions | None:
     """Take the plugin's fields out of a body; None if they ask for nothing.
 
     Args:

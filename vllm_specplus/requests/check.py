@@ -243,7 +243,7 @@ def install(model_config: Any, *, drafts: bool, allows_force_accept: bool = Fals
         # Workers import this module, and need no web server.
         from vllm_specplus.requests.unread_fields import refuse_unread_fields
 
-        refuse_unread_fields()
+        refuse_unread_fields(model_config.max_model_len)
     check = _make_check(model_config, drafts, allows_force_accept, is_server)
     model_config.logits_processors = [*_logits_processors(model_config), check]
 

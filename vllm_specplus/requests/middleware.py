@@ -36,7 +36,13 @@ logger = init_logger("vllm.specplus")
 
 # SageMaker's ``/invocations`` takes the bodies of the other two.
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
-_OTHER_PATHS = ("/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
+_OTHER_PATHS = (
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/systemone",
+    "/cohere/v2/chat",
+)
 # In a scope: another PredictedOutputs, further out, takes care of the request.
 _SCOPE_MARK = "specplus"
 _LARGE_BODY = 1 << 20
@@ -47,7 +53,8 @@ class PredictedOutputs:
     """ASGI middleware for ``vllm serve --middleware vllm_specplus.requests.PredictedOutputs``.
 
     It acts on POSTs of JSON to the chat completions, completions and ``/invocations``. At vLLM's batch of chat
-    completions, Responses and Messages it refuses the plugin's fields outside of ``vllm_xargs``.
+    completions, Responses, Messages, structured decisions and Cohere's chat it refuses the plugin's fields outside of
+    ``vllm_xargs``.
 
     The plugin's fields do not go to vLLM: their meaning waits in `check.handover`. A request with a reference gets
     ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true``
@@ -76,14 +83,18 @@ class PredictedOutputs:
         except ClientDisconnect:
             return None
         key = uuid4().hex
+        body = resolved = None
         try:
             max_model_len = engine_client.vllm_config.model_config.max_model_len
             if scope["path"].endswith(_OTHER_PATHS):
                 await _off_loop(len(received), check_other_route, received, max_model_len, _drafts(engine_client))
-                return await self.app(scope, _replay(received, receive), send)
-            read = await _off_loop(len(received), read_body, received, max_model_len)
-            body = _without_ignored_prediction(read, engine_client)
-            resolved = None if body is None else await _resolve(body, engine_client, key)
+            else:
+                read = await _off_loop(len(received), read_body, received, max_model_len)
+                body = _without_ignored_prediction(read, engine_client)
+            if body is not None:
+                resolved = await _resolve(body, engine_client, key)
+                hide_usage = body.aux_info and not _is_usage_forced(scope) and body.add_usage()
+                encoded = await _off_loop(len(received), body.encode, HANDOVER_ENTRY, key)
         except RequestError as error:
             refusal = error_response(HTTPStatus.BAD_REQUEST, "BadRequestError", str(error), error.field)
             return await refusal(scope, receive, send)
@@ -92,20 +103,17 @@ class PredictedOutputs:
         report = Report(engine_client, key, body, arrival)
         if body.aux_info and resolved.counts_key is None:
             report.steps = step_counter.watch(key)
-        return await self._run(body, resolved, report, scope, receive, send)
+        if body.needs_counts:
+            send = ReportSender(send, report, hide_usage=hide_usage)
+        return await self._run(encoded, resolved, report, scope, receive, send)
 
     async def _run(
-        self, body: RequestBody, resolved: ResolvedOptions, report: Report, scope: Scope, receive: Receive, send: Send
+        self, encoded: bytes, resolved: ResolvedOptions, report: Report, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Have vLLM answer the rest of the body, and add the report to its response."""
-        usage_forced = getattr(getattr(_state(scope), "args", None), "enable_force_include_usage", False)
-        hide_usage = body.aux_info and not usage_forced and body.add_usage()
-        encoded = body.encode(HANDOVER_ENTRY, report.key)
+        """Have vLLM answer the rest of the body; its options wait for it meanwhile."""
         headers = MutableHeaders(scope=scope)
         headers["content-length"] = str(len(encoded))
         del headers["transfer-encoding"]
-        if body.needs_counts:
-            send = ReportSender(send, report, hide_usage=hide_usage)
         handover.put(report.key, resolved)
         try:
             await self.app(scope, _replay(encoded, receive), send)
@@ -143,6 +151,11 @@ def _lacks_api_key(scope: Scope) -> bool:
 def _state(scope: Scope) -> Any:
     """The server's state; None where a scope has none."""
     return getattr(scope.get("app"), "state", None)
+
+
+def _is_usage_forced(scope: Scope) -> bool:
+    """Whether vLLM's server ends each stream with its usage."""
+    return getattr(getattr(_state(scope), "args", None), "enable_force_include_usage", False)
 
 
 def _drafts(engine_client: Any) -> bool:

@@ -48,7 +48,8 @@ class _TextPart(BaseModel):
 
 class _Prediction(BaseModel):
     type: Literal["content"]
-    content: str | list[_TextPart]
+    # Of a list of wrong elements only the first gets an error: all of them would take seconds.
+    content: str | Annotated[list[_TextPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -69,7 +70,8 @@ class RequestOptions(BaseModel):
     ] = None
     sp_advice_prompt: Annotated[str | None, Field(description="text")] = None
     sp_advice_prompt_token_ids: Annotated[
-        list[Annotated[int, Field(ge=0, lt=_INT32_END)]] | None, Field(description="a list of token ids")
+        Annotated[list[Annotated[int, Field(ge=0, lt=_INT32_END)]], Field(fail_fast=True)] | None,
+        Field(description="a list of token ids"),
     ] = None
     sp_edit: Annotated[bool | Annotated[int, Field(ge=0, le=1)] | None, Field(description="0 or 1")] = None
     spec_tokens: Annotated[int | None, Field(description="an integer of 0 or more", ge=0, lt=_INT32_END)] = None
@@ -170,7 +172,8 @@ def check_unknown_keys(extra_args: Mapping[str, Any], prefixes: tuple[str, ...] 
         spelling = name.lower().replace("-", "_")
         if spelling.startswith(prefixes):
             shown = name if name.isidentifier() and len(name) <= _MAX_NAME_LENGTH else show(name)
-            meant = nearest(spelling, KEYS, cutoff=0.6)
+            # The search takes a second for two million letters.
+            meant = nearest(spelling, KEYS, cutoff=0.6) if len(spelling) <= _MAX_NAME_LENGTH else None
             hint = f"did you mean {meant}? " if meant else ""
             raise RequestError(shown, f"{shown} is not allowed: unknown key; {hint}Allowed: {', '.join(KEYS)}")
 

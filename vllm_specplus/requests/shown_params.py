@@ -1,7 +1,7 @@
-"""What a log shows of a request's parameters: how long its references are, and not what they say.
+"""What a log shows of a request: how long its references are and how many drafts it has, and not what they say.
 
-vLLM prints the parameters of the requests in a step when its engine dies, and of every request with
-``--enable-log-requests``.
+vLLM prints a step's parameters and drafts when its engine dies, and with ``--enable-log-requests`` the parameters of
+every request.
 """
 
 import copy
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
+from vllm.logging_utils import dump_input
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_specplus.requests.options import REFERENCE_KEYS, RESOLVED_ENTRY
 
@@ -48,8 +50,18 @@ def _length(value: Any) -> Any:
     return None if value is None else type(value).__name__
 
 
+def shown_output(output: SchedulerOutput) -> str:
+    """A step for the dump of an engine that dies, as vLLM shows it, but for its drafts: each is a client's token."""
+    drafts = {req_id: f"{len(tokens)} drafts" for req_id, tokens in output.scheduled_spec_decode_tokens.items()}
+    shown = {**vars(output), "scheduled_spec_decode_tokens": drafts}
+    items = (f"{name}={dump_input.prepare_object_to_dump(value)}" for name, value in shown.items())
+    return f"{type(output).__name__}({', '.join(items)})"
+
+
 def hide_references() -> None:
-    """Have vLLM's parameters represented with `shown_args` in this process; a second call changes nothing."""
+    """Have vLLM show a step by `shown_output` and parameters by `shown_args` in this process; idempotent."""
+    # vLLM's dump asks each object for this method.
+    SchedulerOutput.anon_repr = shown_output
     original = SamplingParams.__repr__
     if hasattr(original, _ORIGINAL):
         return

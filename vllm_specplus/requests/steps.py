@@ -6,12 +6,18 @@ request asks, and stay wrapped. Requests that do not ask cost one look into a di
 
 import functools
 import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from vllm_specplus.requests.options import HANDOVER_ENTRY
+
+logger = init_logger("vllm.specplus")
 
 _ORIGINAL = "specplus_original"
 
@@ -44,6 +50,7 @@ class StepCounter:
         # By the middleware's key, and by vLLM's internal request id.
         self._by_key: dict[str, Steps] = {}
         self._by_request: dict[str, Steps] = {}
+        self._has_failed = False
 
     def __len__(self) -> int:
         return len(self._by_key) + len(self._by_request)
@@ -68,39 +75,64 @@ class StepCounter:
         def noting_add_request(
             processor: Any, request: Any, prompt: Any, parent_req: Any = None, *args: Any, **kwargs: Any
         ) -> None:
-            self._begin(request, (parent_req or request).external_req_id)
+            with self._caught():
+                self._begin(request, (parent_req or request).external_req_id)
             add_request(processor, request, prompt, parent_req, *args, **kwargs)
 
         @functools.wraps(process_outputs)
         def counting_process_outputs(processor: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._by_request:
                 return process_outputs(processor, engine_core_outputs, *args, **kwargs)
-            for output in engine_core_outputs:
-                if output.new_token_ids and (steps := self._by_request.get(output.request_id)):
-                    steps.num_steps += 1
-            # vLLM forgets a request that ends in the call.
-            by_name = {steps.name: steps for steps in self._by_request.values()}
+            by_name: dict[str | None, Steps] = {}
+            with self._caught():
+                by_name = self._count(engine_core_outputs)
             result = process_outputs(processor, engine_core_outputs, *args, **kwargs)
-            for answer in result.request_outputs:
-                steps = by_name.get(answer.request_id)
-                if steps is not None and answer.finished:
-                    answer.aux_info = steps.aux_info(sum(len(choice.token_ids) for choice in answer.outputs))
-            for name in [name for name in self._by_request if name not in processor.request_states]:
-                del self._by_request[name]
+            with self._caught():
+                self._add_aux_info(by_name, result.request_outputs)
+                for name in [name for name in self._by_request if name not in processor.request_states]:
+                    del self._by_request[name]
             return result
 
         setattr(noting_add_request, _ORIGINAL, add_request)
         OutputProcessor.add_request = noting_add_request
         OutputProcessor.process_outputs = counting_process_outputs
 
+    @contextmanager
+    def _caught(self) -> Iterator[None]:
+        """Catch an exception of the block: counts are incomplete then. vLLM would take it for the engine's death."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_failed:
+                stack = "".join(traceback.format_tb(error.__traceback__))
+                logger.error("a fault in counting steps, %s: counts are incomplete\n%s", type(error).__name__, stack)
+            self._has_failed = True
+
     def _begin(self, request: Any, name: str) -> None:
         extra = getattr(request.sampling_params, "extra_args", None) or {}
-        steps = self._by_key.get(extra.get(HANDOVER_ENTRY, ""))
+        key = extra.get(HANDOVER_ENTRY)
+        # A client may write anything there.
+        steps = self._by_key.get(key) if isinstance(key, str) else None
         if steps is None and extra.get("aux_info"):
             # Each choice of a request is a request to vLLM.
             steps = next((known for known in self._by_request.values() if known.name == name), None) or Steps(name)
         if steps is not None:
             self._by_request[request.request_id] = steps
+
+    def _count(self, engine_core_outputs: Iterable[Any]) -> dict[str | None, Steps]:
+        """Count a step of the requests that got tokens; return the steps by the name of the answer that shows them."""
+        for output in engine_core_outputs:
+            if output.new_token_ids and (steps := self._by_request.get(output.request_id)):
+                steps.num_steps += 1
+        # vLLM forgets a request that ends in the call.
+        return {steps.name: steps for steps in self._by_request.values()}
+
+    @staticmethod
+    def _add_aux_info(by_name: dict[str | None, Steps], answers: Iterable[Any]) -> None:
+        for answer in answers:
+            steps = by_name.get(answer.request_id)
+            if steps is not None and answer.finished:
+                answer.aux_info = steps.aux_info(sum(len(choice.token_ids) for choice in answer.outputs))
 
 
 step_counter = StepCounter()

@@ -17,8 +17,8 @@ from vllm_specplus.requests.refusal import RefusedRequestError
 _ORIGINAL = "specplus_original"
 
 
-def check_unread_fields(fields: dict[str, Any]) -> None:
-    """Check the fields of a body that vLLM does not know.
+def check_unread_fields(fields: dict[str, Any], max_model_len: int) -> None:
+    """Check the fields of a body that vLLM does not know; `max_model_len`: see `parse_options`.
 
     OpenAI's ``prediction`` is a hint that a server may ignore, so it passes. So do values that ask for nothing.
 
@@ -27,7 +27,7 @@ def check_unread_fields(fields: dict[str, Any]) -> None:
     """
     fields = {name: value for name, value in fields.items() if name != "prediction"}
     try:
-        options = take_options(fields, {})
+        options = take_options(fields, {}, max_model_len)
     except RequestError as error:
         raise RefusedRequestError(str(error), parameter=error.field) from None
     if options is not None:
@@ -39,18 +39,21 @@ def check_unread_fields(fields: dict[str, Any]) -> None:
         )
 
 
-def refuse_unread_fields() -> None:
-    """Have vLLM's server check each request's unknown fields; a second call changes nothing."""
+def refuse_unread_fields(max_model_len: int) -> None:
+    """Have vLLM's server check each request's unknown fields; a second call changes nothing.
+
+    `max_model_len`: see `parse_options`.
+    """
     for request_class in (ChatCompletionRequest, CompletionRequest):
         original = request_class.to_sampling_params
         if not hasattr(original, _ORIGINAL):
-            request_class.to_sampling_params = _checking(original)
+            request_class.to_sampling_params = _checking(original, max_model_len)
 
 
-def _checking(original: Any) -> Any:
+def _checking(original: Any, max_model_len: int) -> Any:
     @functools.wraps(original)
     def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
-        check_unread_fields(request.model_extra or {})
+        check_unread_fields(request.model_extra or {}, max_model_len)
         return original(request, *args, **kwargs)
 
     setattr(to_sampling_params, _ORIGINAL, original)

@@ -21,6 +21,11 @@ _EFFECTS: dict[FaultyPart, str] = {
 }
 
 
+def stack_of(error: Exception) -> str:
+    """The stack of a fault, without its message."""
+    return "".join(traceback.format_tb(error.__traceback__))
+
+
 class Faults:
     """A worker's faults, and the requests that have no drafts any more because of one.
 
@@ -53,8 +58,7 @@ class Faults:
         self._without_drafts.update(req_ids)
         self.counts[part] += 1
         if self._logs and self.counts[part] == 1:
-            stack = "".join(traceback.format_tb(error.__traceback__))
-            logger.error("a fault in %s, %s: %s\n%s", part, type(error).__name__, _EFFECTS[part], stack)
+            logger.error("a fault in %s, %s: %s\n%s", part, type(error).__name__, _EFFECTS[part], stack_of(error))
 
     def finish(self, req_ids: Iterable[str]) -> None:
         """Forget requests that have ended; unknown ids are ignored."""

@@ -16,7 +16,7 @@ from tests.e2e.engines import engine
 from tests.e2e.v2.engines import FEW, tokens
 from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, VOCAB, chi_squared, likeliest
 from vllm_specplus.kernels.drafts import write_one_hot_rows
-from vllm_specplus.runners.v2 import speculator
+from vllm_specplus.runners.v2 import drafting
 from vllm_specplus.verify import verify_draft_tokens
 
 pytestmark = pytest.mark.interpreter
@@ -106,7 +106,7 @@ def test_the_runner_writes_one_hot_rows(trained: Path, draft: Path, monkeypatch:
                 assert (q[drafts[i, slot]] == 1) == is_matched
                 num_checked["matched" if is_matched else "sampled"] += 1
 
-    monkeypatch.setattr(speculator, "write_one_hot_rows", check)
+    monkeypatch.setattr(drafting, "write_one_hot_rows", check)
     config = {
         "method": "mtp",
         "num_speculative_tokens": 4,

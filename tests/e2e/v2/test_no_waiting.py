@@ -29,7 +29,7 @@ from tests.e2e.v2.engines import FEW, async_engine, tokens
 from tests.runners.v2.suffix_engine import Engine, Event
 from vllm_specplus.proposers.draft_widths import DraftWidths, Plan
 from vllm_specplus.runners.v2 import adaptive, fillers
-from vllm_specplus.runners.v2 import speculator as v2_speculator
+from vllm_specplus.runners.v2 import drafting as v2_drafting
 from vllm_specplus.runners.v2 import states as v2_states
 from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
 from vllm_specplus.runners.v2.drafting import Drafting
@@ -203,7 +203,7 @@ def test_hybrid_and_verification(strategy: str, guard: Guard, trained: Path, dra
 
 
 def test_vllms_verification(guard: Guard, trained: Path, draft: Path) -> None:
-    calls = guard_all(guard, HybridMixin) | {"one_hot": guard.method(v2_speculator, "write_one_hot_rows")}
+    calls = guard_all(guard, HybridMixin) | {"one_hot": guard.method(v2_drafting, "write_one_hot_rows")}
     with engine(trained, speculative("mtp_ngram", draft, draft_sample_method="probabilistic")) as e:
         tokens(e, FEW[:2], max_tokens=8)
     assert all(calls.values())

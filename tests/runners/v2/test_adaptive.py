@@ -13,6 +13,7 @@ from tests.runners.v2.suffix_engine import Event
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.runners import step_prices
+from vllm_specplus.runners.v2 import drafting as v2_drafting
 from vllm_specplus.runners.v2 import requests as v2_requests
 from vllm_specplus.runners.v2.drafting import Drafting
 
@@ -91,7 +92,13 @@ class Engine:
     def credits(self, index: int) -> int:
         return int(self.drafting._slot_filler._state.credits[index])
 
-    def step(self, *req_ids: str, width: int = WIDTH, prefills: Iterable[str] = ()) -> int:
+    def step(
+        self,
+        *req_ids: str,
+        width: int = WIDTH,
+        prefills: Iterable[str] = (),
+        draft_logits: torch.Tensor | None = None,
+    ) -> int:
         """Run a step that brings each of these requests a token; returns the passes of the draft model."""
         self.schedule()
         indices = [self.places[req_id] for req_id in (*req_ids, *prefills)]
@@ -106,7 +113,7 @@ class Engine:
         )
         with self.drafting.passes(batch, min(NUM_STEPS, width)) as num_passes:
             drafts = None if num_passes is None else torch.full((len(indices), num_passes), 7)
-        self.drafting.fill(batch, drafts, num_sampled, width)
+        self.drafting.fill(batch, drafts, num_sampled, width, draft_logits)
         return num_passes or 0
 
     def passes(self, num_steps: int, *req_ids: str, **step: int) -> list[int]:
@@ -192,3 +199,38 @@ def test_a_request_that_has_ended_leaves_nothing_to_the_next_of_its_name(ends):
     engine.add("a", 1)
     assert engine.step("a", width=0) == 1
     assert not engine.drafting.requests._saved_by_request
+
+
+def fail(*args, **kwargs):
+    raise RuntimeError
+
+
+def test_a_fault_in_rows_of_probabilities_costs_the_drafts(monkeypatch):
+    """The verifier would take the drafts for sampled ones."""
+    engine = Engine()
+    monkeypatch.setattr(v2_drafting, "write_one_hot_rows", fail)
+    engine.add("a", 0)
+    engine.drafting.draft_tokens.fill_(5)
+    engine.step("a", draft_logits=torch.zeros(4, WIDTH, 9))
+    faults = engine.drafting.requests.live_requests.faults
+    assert faults.counts == {"drafting": 1}
+    assert faults.without_drafts == {"a"}
+    assert not engine.drafting.draft_tokens[:1].any()
+    assert not engine.drafting.num_drafts.any()
+    assert not engine.drafting.latest.any()
+
+
+def test_a_request_whose_begin_fails_is_not_taken_for_the_one_before_it(monkeypatch):
+    """Its tokens would come behind the other's, and into a shared tree."""
+    engine = Engine()
+    engine.drafting._slot_filler.needs_every_step = True
+    mirror = engine.drafting._copier.mirror
+    engine.add("a", 0)
+    assert mirror.is_followed[0]
+    generation = int(mirror.generation[0])
+    engine.remove("a")
+    monkeypatch.setattr(engine.drafting.requests, "begin", fail)
+    engine.add("b", 0)
+    assert engine.drafting.requests.live_requests.faults.without_drafts == {"b"}
+    assert not mirror.is_followed[0]
+    assert mirror.generation[0] == generation + 1

@@ -226,14 +226,14 @@ class HybridMixin(_Proposer):
         if isinstance(self._drafter, AdaptiveDrafter):
             return self._propose_what_pays(self._drafter, num_speculative_tokens, *args, **kwargs)
         model_drafts = super().propose(self._steps, *args, **kwargs)
-        drafts = self._no_drafts()
+        drafts, self._draft_probs = self._no_drafts(), None
         with self._faults.caught("drafting", self._req_ids()):
             history, max_drafts = self._read_history(num_speculative_tokens)
             self._history.drop_idle_state(self._drafter.matcher.retain)
             joined = self._drafter.draft(history, model_drafts.cpu().numpy(), max_drafts)
             self._tracker.put_references_first(history, max_drafts, joined)
+            self._draft_probs = self._with_one_hot_rows(joined, num_speculative_tokens)
             drafts = joined
-        self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
         return drafts.token_ids
 
     def _req_ids(self) -> list[str]:
@@ -255,21 +255,23 @@ class HybridMixin(_Proposer):
             plan = history, max_drafts
         began = time.perf_counter()
         model_drafts = super().propose(num_passes, *args, **kwargs).cpu().numpy() if num_passes else None
-        choice = None
+        drafts, self._draft_probs = self._no_drafts().token_ids, None
         if plan is not None:
             with self._faults.caught("drafting", self._req_ids()):
                 choice = _choose(drafter, self._tracker, *plan, model_drafts)
-        self._draft_probs = None
+                chosen = choice.to_lists()
+                # Without drafts of the model no draft has a distribution.
+                if num_passes:
+                    rows = self._with_one_hot_rows(Drafts(chosen, choice.num_model), num_speculative_tokens)
+                    self._draft_probs = rows
+                drafts = chosen
         if num_passes:
             assert self._tracker.prices is not None
             # The choice takes longer with the model's drafts, which is their cost too.
             seconds = self._inputs_time + time.perf_counter() - began
             with self._faults.caught("counting"):
                 self._tracker.prices.add_passes(num_passes, seconds)
-            # Without drafts of the model no draft has a distribution.
-            drafts = self._no_drafts() if choice is None else Drafts(choice.to_lists(), choice.num_model)
-            self._draft_probs = self._with_one_hot_rows(drafts, num_speculative_tokens)
-        return self._no_drafts().token_ids if choice is None else choice.to_lists()
+        return drafts
 
     def _read_history(self, width: int) -> tuple[History, np.ndarray]:
         """See `HostHistory.read`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.kernels.drafts import DraftCounts
+from vllm_specplus.kernels.drafts import DraftCounts, write_one_hot_rows
 from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
 from vllm_specplus.runners.v2.fillers import EmptyFiller, NgramFiller, ReferencesFirst, SlotFiller
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
@@ -77,6 +77,9 @@ class Drafting:
             else:
                 self._copier.mirror.skip(index)
             self._slot_filler.begin(req_id, index)
+            return
+        # Its tokens must not be taken for more of the request that had the place before.
+        self._copier.mirror.skip(index)
 
     def end(self, req_id: str, index: int) -> None:
         """Take note of a request that leaves its place, at its end or to come back later."""
@@ -108,8 +111,13 @@ class Drafting:
             passes.__exit__(None, None, None)
 
     def fill(
-        self, input_batch: Any, model_drafts: torch.Tensor | None, num_sampled: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self,
+        input_batch: Any,
+        model_drafts: torch.Tensor | None,
+        num_sampled: torch.Tensor,
+        width: int,
+        draft_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Fill the slots of this step's batch.
 
         Args:
@@ -117,22 +125,26 @@ class Drafting:
             model_drafts: [num_reqs, num_steps] int64, or None.
             num_sampled: [num_reqs] int32 tokens that each request got in this step; 0: it is being prefilled.
             width: slots to fill, at most K; 0: vLLM wants no drafts in this step.
+            draft_logits: [max_num_reqs, K, vocab], gets a one-hot row for each draft that is not the model's; or None.
 
         Returns:
-            [num_reqs, K] int64 drafts, padded with token 0; [num_reqs] int32 drafts of each request; [num_reqs] int32
-            how many of them are the model's.
+            [num_reqs, K] int64 drafts, padded with token 0.
         """
         with self._faults.caught("drafting", input_batch.req_ids):
-            return self._fill(input_batch, model_drafts, num_sampled, width)
+            drafts, num_drafts, num_model = self._fill(input_batch, model_drafts, num_sampled, width)
+            if draft_logits is not None:
+                write_one_hot_rows(draft_logits, input_batch.idx_mapping, drafts, num_drafts, num_model)
+            return drafts
         draft_tokens, idx_mapping = self.draft_tokens[: input_batch.num_reqs], input_batch.idx_mapping
         draft_tokens.zero_()
         self.num_drafts[idx_mapping] = self.num_model[idx_mapping] = 0
         self.latest = self.num_drafts[idx_mapping]
-        return draft_tokens, self.latest, self.latest
+        return draft_tokens
 
     def _fill(
         self, input_batch: Any, model_drafts: torch.Tensor | None, num_sampled: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The drafts as of `fill`, [num_reqs] int32 how many each request has, and how many of these the model made."""
         idx_mapping = input_batch.idx_mapping
         draft_tokens = self.draft_tokens[: input_batch.num_reqs]
         if model_drafts is None:

@@ -16,7 +16,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplus import compat
 from vllm_specplus.config import HISTORY_METHODS, SpecPlusOptions
-from vllm_specplus.kernels.drafts import write_one_hot_rows
 from vllm_specplus.runners.v2.drafting import Drafting
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class HistorySpeculator(BaseSpeculator):
         width = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         if dummy_run:
             return self.drafting.draft_tokens[: input_batch.num_reqs]
-        return self.drafting.fill(input_batch, None, num_sampled, width)[0]
+        return self.drafting.fill(input_batch, None, num_sampled, width)
 
 
 class HybridMixin(_Speculator):
@@ -173,10 +172,8 @@ class HybridMixin(_Speculator):
         with self.drafting.passes(input_batch, steps) as num_passes:
             if num_passes is not None:
                 model_drafts = self._make_passes(propose, num_passes)
-        drafts, num_drafts, num_model = self.drafting.fill(input_batch, model_drafts, num_sampled, width)
-        if self.draft_logits is not None and self._writes_one_hot:
-            write_one_hot_rows(self.draft_logits, input_batch.idx_mapping, drafts, num_drafts, num_model)
-        return drafts
+        draft_logits = self.draft_logits if self._writes_one_hot else None
+        return self.drafting.fill(input_batch, model_drafts, num_sampled, width, draft_logits)
 
     def _make_passes(self, propose: Callable[..., torch.Tensor], num_passes: int) -> torch.Tensor:
         """[num_reqs, passes] int64 drafts; a model whose passes go together makes all of them."""
