@@ -20,7 +20,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
-_LIST_RUN = tl.constexpr(32)  # groups that are counted together
+_LIST_RUN = tl.constexpr(4)  # groups that one thread loads at once
 
 
 class Row(NamedTuple):

@@ -63,22 +63,24 @@ def row_stats_kernel(
     values = load_numbers(logits.ptr + i_row * logits.stride, tokens, vocab_size)
     group_max = tl.max(values, axis=1)
     max_logit = tl.minimum(tl.max(group_max, axis=0), LARGEST)
-    p_max = groups.max_ptr + i_row * groups.num_groups + numbers
-    tl.store(p_max, tl.minimum(group_max, LARGEST), mask=numbers < groups.num_groups)
+    tl.store(groups.max_ptr + i_row * groups.num_groups + numbers, tl.minimum(group_max, LARGEST))
     tl.store(p_stats + STAT_MAX * num_blocks, max_logit)
     if (STRATEGY == GREEDY) | is_greedy:
         return
 
     if max_logit == LARGEST:
         values = tl.minimum(values, LARGEST)
-    weight = weigh(values, max_logit, temperature)
+    tl.store(p_stats + STAT_SUM * num_blocks, tl.sum(weigh(values, max_logit, temperature)))
     is_draft_row = i_slot < num_rows - 1
     if WITH_ABOVE:
         draft = draft_of(logits, rows, i_row, temperature)
-        least = least_before(numbers, tl.maximum(draft.token, 0), draft.logit)
-        above = tl.sum(tl.where(values >= least[:, None], weight, 0.0))
+        above = tl.zeros((), tl.float32)
+        # A draft is a likely token: few blocks have one that is likelier. They are loaded again, which spares registers.
+        if is_draft_row & (max_logit >= draft.logit):
+            values = load_logits(logits.ptr + i_row * logits.stride, tokens, vocab_size)
+            least = least_before(numbers, tl.maximum(draft.token, 0), draft.logit)
+            above = tl.sum(tl.where(values >= least[:, None], weigh(values, max_logit, temperature), 0.0))
         tl.store(p_stats + STAT_ABOVE * num_blocks, above)
-    tl.store(p_stats + STAT_SUM * num_blocks, tl.sum(weight))
     if is_draft_row:
         if draft_logits.ptr is not None:
             p_draft_row, draft_vocab_size = draft_row_of(draft_logits, i_row, vocab_size)
