@@ -76,7 +76,7 @@ def race_kernel(
     seed, position = tl.load(keys.seeds_ptr + i_req), tl.load(keys.positions_ptr + i_row)
     bound = tl.exp2((values.to(tl.float32) - max_logit) * (LOG2_E / temperature) + least)
     closest = tl.min(least_uniform(seed, position, tokens) - bound, axis=1)
-    listed = (closest <= 1.0).to(tl.int32)
+    listed = ((closest <= 1.0) & (numbers < groups.num_groups)).to(tl.int32)
     num_listed = tl.sum(listed, axis=0)
     if num_listed > 0:
         first = tl.atomic_add(p_ints + PLAN_NUM_LISTED, num_listed)
