@@ -36,9 +36,14 @@ KERNELS = ("row_stats_kernel", "judge_kernel", "race_kernel", "emit_kernel", "ac
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small vocabularies take several blocks, and several steps of the slow paths."""
+    """Small vocabularies take several blocks, and several steps of the slow paths.
+
+    A request of more than four rows is judged in several parts, and its judges have several rows each.
+    """
     for name in ("BLOCK_SIZE", "TILE_SIZE", "SCAN_SIZE", "LIST_SIZE"):
         monkeypatch.setattr(kernels, name, 512)
+    monkeypatch.setattr(kernels, "JUDGED_ROWS", 4)
+    monkeypatch.setattr(kernels, "JUDGES_AT_ONCE", 3)
 
 
 @pytest.fixture(params=["heads", "small heads"])

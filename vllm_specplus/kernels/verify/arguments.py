@@ -34,7 +34,8 @@ STAT_MAX, STAT_SUM, STAT_ABOVE, STAT_DRAFT_MAX, STAT_DRAFT_SUM, NUM_STATS = (tl.
 
 # Fields of `Plans`. PLAN_LIMIT is the mass that may lie before a sample, and no token of the nucleus has a logit below
 # PLAN_FLOOR. PLAN_SHARE is the log2 of the part of the row's mass that is sampled from, or of less. LOG_MASS, DRAFT_MAX
-# and DRAFT_LOG_MASS are those of `Residual`.
+# and DRAFT_LOG_MASS are those of `Residual`. FOUND fields are the `Statistics` of a row, its
+# draft, and the verdict on it, for `judge_kernel` alone.
 (
     PLAN_MAX,
     PLAN_LIMIT,
@@ -43,13 +44,28 @@ STAT_MAX, STAT_SUM, STAT_ABOVE, STAT_DRAFT_MAX, STAT_DRAFT_SUM, NUM_STATS = (tl.
     PLAN_LOG_MASS,
     PLAN_DRAFT_MAX,
     PLAN_DRAFT_LOG_MASS,
+    FOUND_MAX,
+    FOUND_TOTAL,
+    FOUND_ABOVE,
+    FOUND_WEIGHT,
+    FOUND_LEAST,
+    FOUND_DRAFT_MAX,
+    FOUND_DRAFT_MASS,
+    FOUND_LOGIT,
     NUM_PLAN_FLOATS,
-) = (tl.constexpr(i) for i in range(8))
+) = (tl.constexpr(i) for i in range(16))
 # PLAN_ACCEPTS is 1 if the row's draft is accepted. PLAN_TOKEN is what the row emits if the run of accepted drafts ends
 # there, -1 if that is still to be sampled. PLAN_NUM_LISTED counts the groups that `race_kernel` lists.
-PLAN_ACCEPTS, PLAN_TOKEN, PLAN_EXCLUDED, PLAN_REQUEST, PLAN_NUM_LISTED, NUM_PLAN_INTS = (
-    tl.constexpr(i) for i in range(6)
-)
+(
+    PLAN_ACCEPTS,
+    PLAN_TOKEN,
+    PLAN_EXCLUDED,
+    PLAN_REQUEST,
+    PLAN_NUM_LISTED,
+    FOUND_TOKEN,
+    FOUND_VERDICT,
+    NUM_PLAN_INTS,
+) = (tl.constexpr(i) for i in range(8))
 
 
 class Logits(NamedTuple):
@@ -133,6 +149,8 @@ class Sizes(NamedTuple):
     TILE_GROUPS: tl.constexpr  # groups that a step takes, in the search for a cut and in filling a head,
     SCAN_GROUPS: tl.constexpr  # in summing what lies before a token,
     LIST_GROUPS: tl.constexpr  # and in sampling from a list of groups
+    ALL_SLOTS: tl.constexpr  # at least the rows of a request
+    JUDGED_ROWS: tl.constexpr  # rows of a request whose statistics are looked at together
     HEAD_GROUPS: tl.constexpr  # the most groups that a head is read from
     HEAD_SIZE: tl.constexpr  # the most tokens of a head
 

@@ -143,7 +143,6 @@ def emit_kernel(
     sizes,  # Sizes
     EACH_ROW: tl.constexpr,
     FILTERED: tl.constexpr,
-    ALL_SLOTS: tl.constexpr,
 ):
     """Grid (num_reqs,). With EACH_ROW a draft is also tested by the token that its row samples."""
     i_req = tl.program_id(0).to(tl.int64)
@@ -153,7 +152,7 @@ def emit_kernel(
     token = tl.full((), -1, tl.int32)
     run = tl.zeros((), tl.int32)
     if not EACH_ROW:
-        run += run_of(plans, start, num_rows, ALL_SLOTS)
+        run += run_of(plans, start, num_rows, sizes.ALL_SLOTS)
     going = num_rows > 0
     while going:
         i_row = start + run
@@ -181,13 +180,13 @@ def emit_kernel(
         if EACH_ROW:
             going = (tl.load(p_ints + PLAN_ACCEPTS) > 0) & (tl.load(rows.drafts_ptr + i_row) == token)
             run += going.to(tl.int32)
-    write_tokens(rows, output, i_req, start, num_rows, run, token, max_rows, ALL_SLOTS)
+    write_tokens(rows, output, i_req, start, num_rows, run, token, max_rows, sizes)
 
 
 @triton.jit
-def write_tokens(rows, output, i_req, start, num_rows, run, token, max_rows, ALL_SLOTS: tl.constexpr):
+def write_tokens(rows, output, i_req, start, num_rows, run, token, max_rows, sizes):
     """Write the accepted drafts of a request, the token after them, and their number."""
-    slots = tl.arange(0, ALL_SLOTS)
+    slots = tl.arange(0, sizes.ALL_SLOTS)
     drafts = tl.load(rows.drafts_ptr + start + slots, mask=slots < run, other=-1).to(tl.int64)
     tokens = tl.where((slots == run) & (num_rows > 0), token.to(tl.int64), drafts)
     tl.store(output.token_ids_ptr + i_req * max_rows + slots, tokens, mask=slots < max_rows)

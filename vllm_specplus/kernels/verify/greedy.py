@@ -21,12 +21,11 @@ def accept_greedy_kernel(
     max_rows,
     sizes,  # Sizes
     POLICY: tl.constexpr,
-    ALL_SLOTS: tl.constexpr,
 ):
     """Grid (num_reqs,). `stats` and the maxima of `groups` are as `row_stats_kernel` left them."""
     i_req = tl.program_id(0).to(tl.int64)
     start, num_rows = rows_of(rows, i_req, max_rows)
-    tile: tl.constexpr = min(ALL_SLOTS, _MOST_ROWS)
+    tile: tl.constexpr = min(sizes.ALL_SLOTS, _MOST_ROWS)
     run = tl.zeros((), tl.int32)
     token = tl.full((), -1, tl.int32)
     going = num_rows > 0
@@ -42,4 +41,4 @@ def accept_greedy_kernel(
         token = tl.sum(tl.where(tl.arange(0, tile) == num_accepted, first, 0), axis=0)
         run += num_accepted
         going = num_accepted == tile
-    write_tokens(rows, output, i_req, start, num_rows, run, token, max_rows, ALL_SLOTS)
+    write_tokens(rows, output, i_req, start, num_rows, run, token, max_rows, sizes)

@@ -1,13 +1,14 @@
 """`judge_kernel` decides each row by itself: whether its draft is accepted, and what is emitted if it is not.
 
-Most rows are settled there. A row that keeps too many tokens for a `Head` leaves its sample to the kernels after it.
+Statistics settle most rows, all rows of a request at once. The others are looked at one by one. A row that keeps too
+many tokens for a `Head` leaves its sample to the kernels after it.
 """
 
 import triton
 import triton.language as tl
 
 from vllm_specplus.kernels.verify.arguments import (
-    GREEDY,
+    NO_LIMIT,
     NORMAL,
     NUM_PLAN_FLOATS,
     NUM_PLAN_INTS,
@@ -19,8 +20,6 @@ from vllm_specplus.kernels.verify.arguments import (
     PLAN_LIMIT,
     PLAN_LOG_MASS,
     PLAN_MAX,
-    PLAN_NUM_LISTED,
-    PLAN_REQUEST,
     PLAN_SHARE,
     PLAN_TOKEN,
     REJECT_ALL,
@@ -29,7 +28,6 @@ from vllm_specplus.kernels.verify.arguments import (
     draft_of,
     draft_row_of,
     filters_of,
-    request_of,
     rows_of,
     temperature_of,
 )
@@ -42,13 +40,19 @@ from vllm_specplus.kernels.verify.nucleus import (
     Row,
     RowGroups,
     find_cut,
-    lowest_kept,
     weigh,
 )
-from vllm_specplus.kernels.verify.row_stats import draft_mass_of, first_token, max_logit_of, total_mass_of
-from vllm_specplus.kernels.verify.strategies import (
+from vllm_specplus.kernels.verify.request_stats import (
     Batch,
     Request,
+    keeps_one,
+    note_open,
+    note_settled,
+    noted,
+    statistics_of,
+)
+from vllm_specplus.kernels.verify.row_stats import first_token, first_tokens
+from vllm_specplus.kernels.verify.strategies import (
     judge_by_statistics,
     judge_in_head,
     judge_in_row,
@@ -60,21 +64,11 @@ from vllm_specplus.kernels.verify.strategies import (
 # The share of a row's mass below which a sample is not looked for by the race alone. It would list too many tokens.
 _LEAST_SHARE = tl.constexpr(1 / 16)
 _SMALLEST_SHARE = tl.constexpr(1e-30)
+_SKIPPED_AT_ONCE = tl.constexpr(128)
 
 
 @triton.jit
-def _row_at(batch, request, i_row, sizes):
-    """A `Row` and its `RowGroups`."""
-    logits, groups = batch.logits, batch.groups
-    max_logit = max_logit_of(batch.stats, i_row, sizes)
-    lowest = lowest_kept(max_logit, request.temperature, request.filters.min_p)
-    row = Row(logits.ptr + i_row * logits.stride, logits.vocab_size, request.temperature, max_logit, lowest)
-    at = i_row * groups.num_groups
-    return row, RowGroups(groups.max_ptr + at, groups.list_ptr + at, groups.num_groups)
-
-
-@triton.jit
-def _left_by(batch, i_row, row, draft, is_rejected, sizes):
+def _left_by(batch, i_row, row, found, draft, is_rejected):
     """What a rejected draft leaves to be sampled: `Residual`, with the log of no mass yet.
 
     Nothing is left out where no draft is rejected.
@@ -85,11 +79,9 @@ def _left_by(batch, i_row, row, draft, is_rejected, sizes):
     p_draft_row = row.ptr
     if batch.draft_logits.ptr is not None:
         p_draft_row, _ = draft_row_of(batch.draft_logits, i_row, row.vocab_size)
-        if excluded >= 0:
-            max_draft_logit, draft_mass = draft_mass_of(batch.stats, i_row, row.temperature, sizes)
-            if max_draft_logit > NEG_INF:
-                excluded = tl.full((), -1, tl.int32)
-                draft_log_mass = tl.log(draft_mass)
+        if (excluded >= 0) & (found.max_draft_logit > NEG_INF):
+            excluded = tl.full((), -1, tl.int32)
+            max_draft_logit, draft_log_mass = found.max_draft_logit, tl.log(found.draft_mass)
     return Residual(p_draft_row, excluded, no_mass, max_draft_logit, draft_log_mass)
 
 
@@ -125,7 +117,105 @@ def _with_log_mass(residual, mass):
     )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "max_rows", "verify_window", "max_candidates"])
+@triton.jit
+def _judge_row(
+    batch,
+    request,
+    slot,
+    heads,
+    plans,
+    verify_window,
+    max_candidates,
+    sizes,
+    STRATEGY: tl.constexpr,
+    POLICY: tl.constexpr,
+    FILTERED: tl.constexpr,
+):
+    """Decide a row that its `Statistics` leave open, and what it emits if its draft is not accepted."""
+    logits, groups, filters = batch.logits, batch.groups, request.filters
+    i_row = request.start + slot
+    found, draft, verdict = noted(plans, i_row, request)
+    p_row, at = logits.ptr + i_row * logits.stride, i_row * groups.num_groups
+    row = Row(p_row, logits.vocab_size, request.temperature, found.max_logit, found.lowest)
+    row_groups = RowGroups(groups.max_ptr + at, groups.list_ptr + at, groups.num_groups)
+    key = NoiseKey(tl.load(batch.keys.seeds_ptr + request.i_req), tl.load(batch.keys.positions_ptr + i_row))
+    with_draft_logits: tl.constexpr = batch.draft_logits.ptr is not None
+    is_rejected = (slot < request.num_rows - 1) & (STRATEGY == REJECTION) & (POLICY == NORMAL)
+    residual = _left_by(batch, i_row, row, found, draft, is_rejected)
+    token = tl.full((), -1, tl.int32)
+    is_done = tl.full((), False, tl.int1)
+    if FILTERED:
+        # A verdict of `target_match` needs the token alone.
+        needs_row = (verdict < 0) & (STRATEGY != TARGET_MATCH)
+        is_done = keeps_one(filters, found.total) & (needs_row == 0)
+        if is_done:
+            token = first_token(logits, batch.stats, groups, i_row, sizes)
+        else:
+            need = need_of(row, filters, found.total, verify_window, max_candidates)
+            head, is_done = head_of(row, row_groups, heads, i_row, need, sizes)
+            if is_done:
+                inside, mass = nucleus_of_head(row, head, filters, found.total)
+                left = _with_log_mass(residual, mass)
+                token = sample_of_head(row, head, inside & (head.rank < max_candidates), key, left, with_draft_logits)
+                if needs_row:
+                    verdict = judge_in_head(
+                        batch,
+                        request,
+                        i_row,
+                        head,
+                        inside,
+                        mass,
+                        found,
+                        draft,
+                        verify_window,
+                        max_candidates,
+                        sizes,
+                        STRATEGY,
+                    )
+        if is_done & (verdict < 0):
+            verdict = (draft.token == token).to(tl.int32)
+    if is_done == 0:
+        kept = kept_of(row, row_groups, filters, found.total, sizes, FILTERED)
+        if verdict < 0:
+            if STRATEGY == TARGET_MATCH:
+                # If it is what the row samples.
+                verdict = tl.full((), 1, tl.int32)
+            elif FILTERED:
+                verdict = judge_in_row(
+                    batch,
+                    request,
+                    i_row,
+                    row,
+                    row_groups,
+                    kept,
+                    found,
+                    draft,
+                    verify_window,
+                    max_candidates,
+                    sizes,
+                    STRATEGY,
+                )
+        if with_draft_logits:
+            if (residual.draft_log_mass < POS_INF) & (verdict == 0):
+                mass = kept.mass
+                if FILTERED:
+                    mass = nucleus_mass(row, row_groups, filters, kept, sizes)
+                residual = _with_log_mass(residual, mass)
+        _plan_sample(plans, i_row, row, row_groups, filters, kept, residual, draft, max_candidates, sizes, FILTERED)
+    p_ints = plans.ints_ptr + i_row * NUM_PLAN_INTS
+    tl.store(p_ints + PLAN_ACCEPTS, (verdict == 1).to(tl.int32))
+    tl.store(p_ints + PLAN_TOKEN, token)
+
+
+@triton.jit
+def _skip_rows(plans, first, end):
+    """Say that nothing is to be sampled at some rows."""
+    for at in range(first, end, _SKIPPED_AT_ONCE):
+        i_rows = at + tl.arange(0, _SKIPPED_AT_ONCE)
+        tl.store(plans.ints_ptr + i_rows * NUM_PLAN_INTS + PLAN_TOKEN, 0, mask=i_rows < end)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_rows", "max_rows", "verify_window", "max_candidates"])
 def judge_kernel(
     logits,  # Logits
     draft_logits,  # DraftLogits
@@ -138,6 +228,7 @@ def judge_kernel(
     heads,  # Heads
     plans,  # out: Plans
     num_reqs,
+    num_rows,
     max_rows,
     verify_window,
     max_candidates,
@@ -146,117 +237,64 @@ def judge_kernel(
     POLICY: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """Grid (num_rows,). `stats` and the maxima of `groups` are as `row_stats_kernel` left them."""
-    i_row = tl.program_id(0).to(tl.int64)
-    p_ints = plans.ints_ptr + i_row * NUM_PLAN_INTS
-    # So it stays where a row does not count.
-    tl.store(p_ints + PLAN_TOKEN, 0)
-    i_req = request_of(rows, i_row, num_reqs)
-    if i_req >= num_reqs:
-        return
-    start, num_rows = rows_of(rows, i_req, max_rows)
-    if i_row - start >= num_rows:
-        return
-    temperature, is_greedy = temperature_of(temperature_ptr, i_req, STRATEGY)
-    request = Request(i_req, start, num_rows, temperature, filters_of(filters, i_req))
-    batch = Batch(logits, draft_logits, rows, keys, stats, groups)
-    is_draft_row = i_row - start < num_rows - 1
-    draft = draft_of(logits, rows, i_row, temperature)
-    is_usable = is_draft_row & draft.is_usable & (POLICY != REJECT_ALL)
-    verdict = tl.where(is_usable, -1 if POLICY == NORMAL else 1, 0)
-    token = tl.full((), -1, tl.int32)
+    """Grid (judges x num_reqs,), requests first. `stats` and maxima of `groups` are as `row_stats_kernel` left them.
 
-    if (STRATEGY == GREEDY) | is_greedy:
-        token = first_token(logits, stats, groups, i_row, sizes)
-        verdict = tl.where(verdict < 0, (draft.token == token).to(tl.int32), verdict)
-    else:
-        with_above: tl.constexpr = filters.top_p_ptr is not None
-        with_draft_logits: tl.constexpr = draft_logits.ptr is not None
-        row, row_groups = _row_at(batch, request, i_row, sizes)
-        total = total_mass_of(stats, i_row, row, sizes)
-        key = NoiseKey(tl.load(keys.seeds_ptr + i_req), tl.load(keys.positions_ptr + i_row))
-        if STRATEGY != TARGET_MATCH:
-            if verdict < 0:
-                verdict = judge_by_statistics(
+    Each program looks at the statistics of all rows of its request, and so finds what all others find. They leave some
+    rows open, up to the first whose draft they reject. The judges share these by their slots.
+    """
+    i_program, num_judges = tl.program_id(0), tl.num_programs(0) // num_reqs
+    i_req, i_judge = (i_program % num_reqs).to(tl.int64), i_program // num_reqs
+    start, num_own = rows_of(rows, i_req, max_rows)
+    temperature, is_greedy = temperature_of(temperature_ptr, i_req, STRATEGY)
+    request = Request(i_req, start, num_own, temperature, filters_of(filters, i_req))
+    batch = Batch(logits, draft_logits, rows, keys, stats, groups)
+    with_above: tl.constexpr = (filters.top_p_ptr is not None) and STRATEGY != TARGET_MATCH
+    num_seen = tl.zeros((), tl.int32)
+    going = num_own > 0
+    for first in range(0, sizes.ALL_SLOTS, sizes.JUDGED_ROWS):
+        if going:
+            slots = first + tl.arange(0, sizes.JUDGED_ROWS)
+            i_rows = start + tl.minimum(slots, num_own - 1)
+            drafts = draft_of(logits, rows, i_rows, temperature)
+            found = statistics_of(batch, request, i_rows, drafts, sizes, STRATEGY, with_above)
+            is_usable = (slots < num_own - 1) & drafts.is_usable & (POLICY != REJECT_ALL)
+            verdict = tl.where(is_usable, -1 if POLICY == NORMAL else 1, 0)
+            token = tl.zeros_like(verdict)
+            if is_greedy:
+                token = first_tokens(logits, stats, groups, i_rows, sizes)
+                verdict = tl.where(verdict < 0, (drafts.token == token).to(tl.int32), verdict)
+            if STRATEGY != TARGET_MATCH:
+                by_statistics = judge_by_statistics(
+                    found, drafts, request.filters, logits.vocab_size, verify_window, max_candidates, STRATEGY
+                )
+                verdict = tl.where(verdict < 0, by_statistics, verdict)
+            last = tl.min(tl.where(verdict == 0, slots, NO_LIMIT), axis=0)
+            is_open = (verdict != 1) & (slots <= tl.where(is_greedy, -1, last))
+            if i_judge == 0:
+                note_settled(plans, i_rows, verdict, token, i_req, slots < num_own, is_open)
+            is_mine = is_open & (slots % num_judges == i_judge)
+            note_open(plans, i_rows, found, drafts, verdict, is_mine)
+            slot = tl.min(tl.where(is_mine, slots, NO_LIMIT), axis=0)
+            while slot < NO_LIMIT:
+                _judge_row(
                     batch,
                     request,
-                    i_row,
-                    row,
-                    total,
-                    key,
-                    draft,
+                    slot,
+                    heads,
+                    plans,
                     verify_window,
                     max_candidates,
                     sizes,
                     STRATEGY,
-                    with_above,
+                    POLICY,
+                    FILTERED,
                 )
-        # What the row of an accepted draft would emit is never asked for.
-        is_accepted = verdict == 1
-        has_head = is_accepted
-        is_rejected = is_draft_row & (STRATEGY == REJECTION) & (POLICY == NORMAL)
-        residual = _left_by(batch, i_row, row, draft, is_rejected, sizes)
-        if FILTERED:
-            if is_accepted == 0:
-                need = need_of(row, request.filters, total, verify_window, max_candidates)
-                head, has_head = head_of(row, row_groups, heads, i_row, need, sizes)
-                if has_head:
-                    inside, mass = nucleus_of_head(row, head, request.filters, total)
-                    candidates = inside & (head.rank < max_candidates)
-                    left = _with_log_mass(residual, mass)
-                    token = sample_of_head(row, head, candidates, key, left, with_draft_logits)
-                    if verdict < 0:
-                        if STRATEGY == TARGET_MATCH:
-                            verdict = (draft.token == token).to(tl.int32)
-                        else:
-                            verdict = judge_in_head(
-                                batch,
-                                request,
-                                i_row,
-                                row,
-                                head,
-                                inside,
-                                mass,
-                                key,
-                                draft,
-                                verify_window,
-                                max_candidates,
-                                sizes,
-                                STRATEGY,
-                            )
-        if has_head == 0:
-            kept = kept_of(row, row_groups, request.filters, total, sizes, FILTERED)
-            if verdict < 0:
-                if STRATEGY == TARGET_MATCH:
-                    # If it is what the row samples.
-                    verdict = tl.full((), 1, tl.int32)
-                elif FILTERED:
-                    verdict = judge_in_row(
-                        batch,
-                        request,
-                        i_row,
-                        row,
-                        row_groups,
-                        kept,
-                        key,
-                        draft,
-                        verify_window,
-                        max_candidates,
-                        sizes,
-                        STRATEGY,
-                        with_above,
-                    )
-            if with_draft_logits:
-                if (residual.draft_log_mass < POS_INF) & (verdict == 0):
-                    mass = kept.mass
-                    if FILTERED:
-                        mass = nucleus_mass(row, row_groups, request.filters, kept, sizes)
-                    residual = _with_log_mass(residual, mass)
-            _plan_sample(
-                plans, i_row, row, row_groups, request.filters, kept, residual, draft, max_candidates, sizes, FILTERED
-            )
-        token = tl.where(is_accepted, 0, token)
-    tl.store(p_ints + PLAN_ACCEPTS, (verdict == 1).to(tl.int32))
-    tl.store(p_ints + PLAN_TOKEN, token)
-    tl.store(p_ints + PLAN_REQUEST, i_req.to(tl.int32))
-    tl.store(p_ints + PLAN_NUM_LISTED, 0)
+                slot = tl.min(tl.where(is_mine & (slots > slot), slots, NO_LIMIT), axis=0)
+            num_seen += sizes.JUDGED_ROWS
+            going = (last == NO_LIMIT) & (num_seen < num_own)
+    if (STRATEGY == TARGET_MATCH) and (POLICY == NORMAL):
+        # The race is about to look at each row.
+        if i_judge == 0:
+            end = tl.load(rows.cu_ptr + i_req + 1)
+            end = tl.where(i_req == num_reqs - 1, num_rows, end)
+            _skip_rows(plans, start + tl.minimum(num_seen, num_own), end)

@@ -5,8 +5,8 @@
 | `row_stats_kernel`     | rows x blocks | every logit, once     | the largest logit of each group; per block the     |
 |                        | of the        |                       | largest, the mass, and the mass above the draft    |
 |                        | vocabulary    |                       |                                                    |
-| `judge_kernel`         | rows          | statistics; the few   | whether the draft is accepted; the row's own token |
-|                        |               | logits that count     | where few logits count                             |
+| `judge_kernel`         | some for each | statistics; the few   | whether the draft is accepted; the row's own token |
+|                        | request       | logits that count     | where few logits count                             |
 | `race_kernel`          | rows x blocks | rows without a token  | the groups that may hold the sample                |
 | `emit_kernel`          | requests      | those groups          | the tokens                                         |
 | `accept_greedy_kernel` | requests      | statistics            | the tokens, without the three kernels before       |
@@ -55,6 +55,9 @@ BLOCK_SIZE = 8192
 TILE_SIZE = 2048
 SCAN_SIZE = 32_768
 LIST_SIZE = 2048
+# Rows of a request that are judged by statistics together, and programs with filters that run side by side on an H100.
+JUDGED_ROWS = 32
+JUDGES_AT_ONCE = 256
 # The most groups that a head is read from, and the most tokens of a head.
 HEAD_GROUPS = 96
 HEAD_SIZE = 128
@@ -93,7 +96,8 @@ class Workspace:
     ) -> "Workspace":
         """Make one. With a vocabulary of 150,000 it takes about 0.2 byte for each logit of `num_rows` rows."""
         num_blocks = triton.cdiv(vocab_size, _block_size(vocab_size))
-        num_groups = triton.cdiv(vocab_size, GROUP_SIZE.value)
+        # Whole blocks: then rows are aligned for wide loads.
+        num_groups = num_blocks * _block_size(vocab_size) // GROUP_SIZE.value
         shapes = {
             "token_ids": ((num_reqs, max_rows), torch.int64),
             "num_tokens": ((num_reqs,), torch.int32),
@@ -157,7 +161,7 @@ def verify(inputs: VerifyInputs, workspace: Workspace | None = None) -> VerifyOu
 def _launch(inputs: VerifyInputs, w: Workspace) -> None:
     num_rows, num_reqs, max_rows = inputs.num_rows, inputs.num_reqs, inputs.max_rows
     num_blocks, num_groups = w.stats.shape[2], w.group_max.shape[1]
-    sizes = _sizes(num_blocks, num_groups, _block_size(inputs.vocab_size))
+    sizes = _sizes(num_blocks, num_groups, _block_size(inputs.vocab_size), max_rows)
     logits, draft_logits = _logits(inputs), _draft_logits(inputs)
     rows = Rows(inputs.cu_num_rows, inputs.draft_token_ids)
     stats, groups = Stats(w.stats, num_blocks), Groups(w.group_max, w.group_list, num_groups)
@@ -165,7 +169,6 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
     temperature = inputs.temperature
     strategy, policy = STRATEGIES.index(inputs.strategy), POLICIES.index(inputs.policy)
     of_blocks = {"BLOCK_GROUPS": sizes.BLOCK_GROUPS.value}
-    of_slots = {"ALL_SLOTS": triton.next_power_of_2(max_rows)}
 
     row_stats_kernel[(num_rows, num_blocks)](
         logits,
@@ -183,7 +186,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
     )
     if inputs.strategy == "greedy":
         accept_greedy_kernel[(num_reqs,)](
-            logits, rows, stats, groups, output, max_rows, sizes, POLICY=policy, **of_slots, num_warps=4
+            logits, rows, stats, groups, output, max_rows, sizes, POLICY=policy, num_warps=4
         )
         return
 
@@ -193,7 +196,8 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         f is not None for f in (inputs.top_p, inputs.top_k, inputs.min_p)
     )
     each_row = inputs.strategy == "target_match" and inputs.policy == "normal"
-    judge_kernel[(num_rows,)](
+    judges = _num_judges(num_reqs, max_rows, filtered, each_row)
+    judge_kernel[(num_reqs * judges,)](
         logits,
         draft_logits,
         rows,
@@ -205,6 +209,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         Heads(w.head_tokens, w.head_logits),
         plans,
         num_reqs,
+        num_rows,
         max_rows,
         min(inputs.verify_window, max_rows),
         max_candidates,
@@ -212,7 +217,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         STRATEGY=strategy,
         POLICY=policy,
         FILTERED=filtered,
-        **(_JUDGE_WITH_FILTERS if filtered else {"num_warps": 1}),
+        **(_JUDGE_WITH_FILTERS if filtered else {"num_warps": 4}),
     )
     race_kernel[(num_rows if each_row else num_reqs, num_blocks)](
         logits,
@@ -223,7 +228,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         plans,
         max_rows,
         EACH_ROW=each_row,
-        **of_slots,
+        ALL_SLOTS=sizes.ALL_SLOTS.value,
         **of_blocks,
         num_warps=4,
     )
@@ -244,9 +249,16 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         sizes,
         EACH_ROW=each_row,
         FILTERED=filtered,
-        **of_slots,
         num_warps=16,
     )
+
+
+def _num_judges(num_reqs: int, max_rows: int, filtered: bool, each_row: bool) -> int:
+    """Programs of `judge_kernel` for each request: so many that all run at once, where most rows need one."""
+    if not (filtered or each_row):
+        return 1  # statistics leave one row open, which takes a moment
+    at_once = JUDGES_AT_ONCE * 2 if each_row else JUDGES_AT_ONCE
+    return max(1, min(max_rows, at_once // num_reqs))
 
 
 def _aligned(inputs: VerifyInputs) -> VerifyInputs:
@@ -272,8 +284,8 @@ def _draft_logits(inputs: VerifyInputs) -> DraftLogits:
     return DraftLogits(draft_logits, draft_logits.stride(0), inputs.draft_rows)
 
 
-def _sizes(num_blocks: int, num_groups: int, block_size: int) -> Sizes:
-    all_groups = triton.next_power_of_2(num_groups)
+def _sizes(num_blocks: int, num_groups: int, block_size: int, max_rows: int) -> Sizes:
+    all_groups, all_slots = triton.next_power_of_2(num_groups), triton.next_power_of_2(max_rows)
 
     def groups_of(size: int) -> int:
         return min(size // GROUP_SIZE.value, all_groups)
@@ -285,6 +297,8 @@ def _sizes(num_blocks: int, num_groups: int, block_size: int) -> Sizes:
         TILE_GROUPS=groups_of(TILE_SIZE),
         SCAN_GROUPS=groups_of(SCAN_SIZE),
         LIST_GROUPS=groups_of(LIST_SIZE),
+        ALL_SLOTS=all_slots,
+        JUDGED_ROWS=min(JUDGED_ROWS, all_slots),
         HEAD_GROUPS=HEAD_GROUPS,
         HEAD_SIZE=HEAD_SIZE,
     )

@@ -20,7 +20,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
-_LIST_RUN = tl.constexpr(32)  # groups that are counted together
+_LIST_RUN = tl.constexpr(4)  # groups that one thread loads at once
 
 
 class Row(NamedTuple):
@@ -270,18 +270,19 @@ def least_before(numbers, token, logit):
 
 
 @triton.jit
-def _own_group(row, token, logit):
-    """[GROUP_SIZE] logits of a token's own group, and which of them are ordered before it: float32, bool."""
-    tokens = token // GROUP_SIZE * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
-    logits = load_logits(row.ptr, tokens, row.vocab_size)
-    return logits, (logits > logit) | ((logits == logit) & (tokens < token))
+def own_groups(p_rows, vocab_size, tokens, logits):
+    """[n, GROUP_SIZE] logits of the own groups of n tokens, and which are ordered before the token: float32, bool."""
+    others = (tokens // GROUP_SIZE * GROUP_SIZE)[:, None] + tl.arange(0, GROUP_SIZE)[None, :]
+    values = load_logits(p_rows[:, None], others, vocab_size)
+    is_equal = values == logits[:, None]
+    return values, (values > logits[:, None]) | (is_equal & (others < tokens[:, None]))
 
 
 @triton.jit
-def own_mass_before(row, token, logit):
-    """The mass of the tokens of a token's own group that are ordered before it: float32."""
-    logits, before = _own_group(row, token, logit)
-    return tl.sum(tl.where(before, weigh(logits, row.max_logit, row.temperature), 0.0), axis=0)
+def _own_group(row, token, logit):
+    """As `own_groups`, of one token: [1, GROUP_SIZE]."""
+    one = tl.zeros((1,), tl.int32)
+    return own_groups(row.ptr + one, row.vocab_size, token + one, logit + one.to(tl.float32))
 
 
 @triton.jit
@@ -293,7 +294,8 @@ def mass_before(row, groups, num_listed, token, logit, sizes):
         logits = load_logits(row.ptr, tokens, row.vocab_size)
         before = logits >= least_before(numbers, token, logit)[:, None]
         mass += tl.where(before, weigh(logits, row.max_logit, row.temperature), 0.0)
-    return tl.sum(mass) + own_mass_before(row, token, logit)
+    logits, before = _own_group(row, token, logit)
+    return tl.sum(mass) + tl.sum(tl.where(before, weigh(logits, row.max_logit, row.temperature), 0.0))
 
 
 @triton.jit
@@ -305,7 +307,7 @@ def count_before(row, groups, num_listed, token, logit, sizes):
         logits = load_logits(row.ptr, tokens, row.vocab_size)
         count += (logits >= least_before(numbers, token, logit)[:, None]).to(tl.int32)
     _, before = _own_group(row, token, logit)
-    return tl.sum(count) + tl.sum(before.to(tl.int32), axis=0)
+    return tl.sum(count) + tl.sum(before.to(tl.int32))
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from vllm_specplus.kernels.verify.nucleus import (
     least_before,
     load_logits,
     load_numbers,
-    own_mass_before,
+    own_groups,
     weigh,
 )
 
@@ -63,22 +63,24 @@ def row_stats_kernel(
     values = load_numbers(logits.ptr + i_row * logits.stride, tokens, vocab_size)
     group_max = tl.max(values, axis=1)
     max_logit = tl.minimum(tl.max(group_max, axis=0), LARGEST)
-    p_max = groups.max_ptr + i_row * groups.num_groups + numbers
-    tl.store(p_max, tl.minimum(group_max, LARGEST), mask=numbers < groups.num_groups)
+    tl.store(groups.max_ptr + i_row * groups.num_groups + numbers, tl.minimum(group_max, LARGEST))
     tl.store(p_stats + STAT_MAX * num_blocks, max_logit)
     if (STRATEGY == GREEDY) | is_greedy:
         return
 
     if max_logit == LARGEST:
         values = tl.minimum(values, LARGEST)
-    weight = weigh(values, max_logit, temperature)
+    tl.store(p_stats + STAT_SUM * num_blocks, tl.sum(weigh(values, max_logit, temperature)))
     is_draft_row = i_slot < num_rows - 1
     if WITH_ABOVE:
         draft = draft_of(logits, rows, i_row, temperature)
-        least = least_before(numbers, tl.maximum(draft.token, 0), draft.logit)
-        above = tl.sum(tl.where(values >= least[:, None], weight, 0.0))
+        above = tl.zeros((), tl.float32)
+        # A draft is a likely token: few blocks have a likelier one. They are loaded again, which spares registers.
+        if is_draft_row & (max_logit >= draft.logit):
+            values = load_logits(logits.ptr + i_row * logits.stride, tokens, vocab_size)
+            least = least_before(numbers, tl.maximum(draft.token, 0), draft.logit)
+            above = tl.sum(tl.where(values >= least[:, None], weigh(values, max_logit, temperature), 0.0))
         tl.store(p_stats + STAT_ABOVE * num_blocks, above)
-    tl.store(p_stats + STAT_SUM * num_blocks, tl.sum(weight))
     if is_draft_row:
         if draft_logits.ptr is not None:
             p_draft_row, draft_vocab_size = draft_row_of(draft_logits, i_row, vocab_size)
@@ -90,17 +92,17 @@ def row_stats_kernel(
 
 
 @triton.jit
-def _stat_of(stats, i_row, which: tl.constexpr, other, sizes):
-    """[ALL_BLOCKS] float32, one statistic of each block of a row, `other` past the last block."""
-    blocks = tl.arange(0, sizes.ALL_BLOCKS)
-    p_stats = stats.ptr + (i_row * NUM_STATS + which) * stats.num_blocks
+def _stats_of(stats, i_rows, which: tl.constexpr, other, sizes):
+    """[n, ALL_BLOCKS] float32, one statistic of each block of n rows, `other` past the last block."""
+    blocks = tl.arange(0, sizes.ALL_BLOCKS)[None, :]
+    p_stats = stats.ptr + (i_rows[:, None] * NUM_STATS + which) * stats.num_blocks
     return tl.load(p_stats + blocks, mask=blocks < stats.num_blocks, other=other)
 
 
 @triton.jit
-def max_logit_of(stats, i_row, sizes):
-    """The largest logit of a row: float32."""
-    return tl.max(_stat_of(stats, i_row, STAT_MAX, NEG_INF, sizes), axis=0)
+def max_logits_of(stats, i_rows, sizes):
+    """The largest logit of each row: [n] float32."""
+    return tl.max(_stats_of(stats, i_rows, STAT_MAX, NEG_INF, sizes), axis=1)
 
 
 @triton.jit
@@ -114,9 +116,8 @@ def first_tokens(logits, stats, groups, i_rows, sizes):
         [n] int32.
     """
     blocks = tl.arange(0, sizes.ALL_BLOCKS)[None, :]
+    best = _stats_of(stats, i_rows, STAT_MAX, NEG_INF, sizes)
     i_rows = i_rows[:, None]
-    p_max = stats.ptr + (i_rows * NUM_STATS + STAT_MAX) * stats.num_blocks
-    best = tl.load(p_max + blocks, mask=blocks < stats.num_blocks, other=NEG_INF)
     max_logit = tl.max(best, axis=1)[:, None]
     block = tl.min(tl.where(best == max_logit, blocks, NO_LIMIT), axis=1)[:, None]
 
@@ -137,41 +138,44 @@ def first_token(logits, stats, groups, i_row, sizes):
 
 
 @triton.jit
-def _weighted_sum(mass, weight):
-    """The sum of mass x weight over [ALL_BLOCKS], the same to the last bit in every thread: float32.
+def _weighted_sums(mass, weight):
+    """The sums of mass x weight over [n, ALL_BLOCKS], the same to the last bit in every thread: [n] float32.
 
     The sum of bare products may differ between threads. The compiler may fuse a thread's own product with the addition
     of its neighbour's product, which has been rounded. The neighbour does so with the roles exchanged. Threads that
     disagree about a number that they branch on wait for each other for ever. The compiler fuses no product that was
     chosen over 0.
     """
-    return tl.sum(tl.where(mass > 0.0, mass * weight, 0.0), axis=0)
+    return tl.sum(tl.where(mass > 0.0, mass * weight, 0.0), axis=1)
 
 
 @triton.jit
-def _mass_of(stats, i_row, which: tl.constexpr, max_logit, temperature, sizes):
-    """The sum over a row of a mass that each block has relative to its own largest logit: float32."""
-    best = _stat_of(stats, i_row, STAT_MAX, NEG_INF, sizes)
-    return _weighted_sum(_stat_of(stats, i_row, which, 0.0, sizes), weigh(best, max_logit, temperature))
+def _masses_of(stats, i_rows, which: tl.constexpr, max_logits, temperature, sizes):
+    """The sum over each row of a mass that each block has relative to its own largest logit: [n] float32."""
+    best = _stats_of(stats, i_rows, STAT_MAX, NEG_INF, sizes)
+    weight = weigh(best, max_logits[:, None], temperature)
+    return _weighted_sums(_stats_of(stats, i_rows, which, 0.0, sizes), weight)
 
 
 @triton.jit
-def total_mass_of(stats, i_row, row, sizes):
-    """The mass of all tokens of a row: float32."""
-    return _mass_of(stats, i_row, STAT_SUM, row.max_logit, row.temperature, sizes)
+def total_masses_of(stats, i_rows, max_logits, temperature, sizes):
+    """The mass of all tokens of each row: [n] float32."""
+    return _masses_of(stats, i_rows, STAT_SUM, max_logits, temperature, sizes)
 
 
 @triton.jit
-def mass_above_draft(stats, i_row, row, draft, sizes):
-    """The mass of the tokens that are ordered before a row's draft: float32."""
-    others = _mass_of(stats, i_row, STAT_ABOVE, row.max_logit, row.temperature, sizes)
-    return others + own_mass_before(row, tl.maximum(draft.token, 0), draft.logit)
+def masses_above_drafts(logits, stats, i_rows, max_logits, drafts, temperature, sizes):
+    """The mass of the tokens that are ordered before each row's draft: [n] float32."""
+    others = _masses_of(stats, i_rows, STAT_ABOVE, max_logits, temperature, sizes)
+    p_rows = logits.ptr + i_rows * logits.stride
+    values, before = own_groups(p_rows, logits.vocab_size, tl.maximum(drafts.token, 0), drafts.logit)
+    return others + tl.sum(tl.where(before, weigh(values, max_logits[:, None], temperature), 0.0), axis=1)
 
 
 @triton.jit
-def draft_mass_of(stats, i_row, temperature, sizes):
-    """The draft model's largest logit at a row, -inf if it has no distribution there, and its mass: float32."""
-    best = _stat_of(stats, i_row, STAT_DRAFT_MAX, NEG_INF, sizes)
-    max_logit = tl.max(best, axis=0)
-    mass = _stat_of(stats, i_row, STAT_DRAFT_SUM, 0.0, sizes)
-    return max_logit, _weighted_sum(mass, weigh(best, max_logit, temperature))
+def draft_masses_of(stats, i_rows, temperature, sizes):
+    """The draft model's largest logit at each row, -inf if it has no distribution there, and its mass: [n] float32."""
+    best = _stats_of(stats, i_rows, STAT_DRAFT_MAX, NEG_INF, sizes)
+    max_logits = tl.max(best, axis=1)
+    mass = _stats_of(stats, i_rows, STAT_DRAFT_SUM, 0.0, sizes)
+    return max_logits, _weighted_sums(mass, weigh(best, max_logits[:, None], temperature))

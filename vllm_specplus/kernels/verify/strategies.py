@@ -9,21 +9,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_specplus.kernels.verify.arguments import (
-    REJECTION,
-    TOPP,
-    DraftLogits,
-    Groups,
-    Logits,
-    NoiseKeys,
-    RequestFilters,
-    Rows,
-    Stats,
-    draft_of,
-    draft_row_of,
-)
+from vllm_specplus.kernels.verify.arguments import REJECTION, TOPP, draft_of
 from vllm_specplus.kernels.verify.head import Need
-from vllm_specplus.kernels.verify.noise import acceptance_uniform
 from vllm_specplus.kernels.verify.nucleus import (
     GROUP_SIZE,
     LARGEST,
@@ -37,32 +24,12 @@ from vllm_specplus.kernels.verify.nucleus import (
     tile_of,
     weigh,
 )
-from vllm_specplus.kernels.verify.row_stats import draft_mass_of, first_token, mass_above_draft
-
-
-class Batch(NamedTuple):
-    """What is read of all requests."""
-
-    logits: Logits
-    draft_logits: DraftLogits
-    rows: Rows
-    keys: NoiseKeys
-    stats: Stats
-    groups: Groups
-
-
-class Request(NamedTuple):
-    """One request: its first row, how many rows it has, and its parameters."""
-
-    i_req: tl.tensor  # int64
-    start: tl.tensor  # int64
-    num_rows: tl.tensor  # int32
-    temperature: tl.tensor
-    filters: RequestFilters
+from vllm_specplus.kernels.verify.request_stats import keeps_one
+from vllm_specplus.kernels.verify.row_stats import first_token
 
 
 class Kept(NamedTuple):
-    """What the filters keep of a row that has no head."""
+    """What the filters keep of a row, as far as it is known without a head."""
 
     floor: tl.tensor  # float32, no token of the nucleus has a lower logit
     mass: tl.tensor  # float32, of what min-p and top-k keep
@@ -78,18 +45,6 @@ def need_of(row, filters, total, verify_window, max_candidates):
     mass = tl.where(by_mass & (is_open == 0), filters.top_p * total, POS_INF)
     logit = tl.where(filters.min_p > 0.0, row.lowest, NEG_INF)
     return Need(count, mass, logit, tl.where(verify_window > 0, 2, 1))
-
-
-@triton.jit
-def _least_probability(batch, row, i_row, key, draft, sizes):
-    """The probability that `rejection` asks of a draft: u q(draft), or u for a draft that was not sampled; float32."""
-    least = acceptance_uniform(key.seed, key.position)
-    if batch.draft_logits.ptr is not None:
-        max_draft_logit, draft_mass = draft_mass_of(batch.stats, i_row, row.temperature, sizes)
-        p_draft_row, _ = draft_row_of(batch.draft_logits, i_row, row.vocab_size)
-        q = weigh(load_logits(p_draft_row, draft.token, row.vocab_size), max_draft_logit, row.temperature)
-        least *= tl.where(max_draft_logit > NEG_INF, q / draft_mass, 1.0)
-    return least
 
 
 @triton.jit
@@ -137,15 +92,14 @@ def _mass_from(row, groups, num_listed, floor, sizes):
 
 
 @triton.jit
-def _is_likely(row, groups, filters, kept, draft, least, sizes):
+def _is_likely(row, groups, filters, kept, found, draft_logit, sizes):
     """Whether a draft in the nucleus of a row that has no head has more than `least` of its mass: bool.
 
     All before the last token of the nucleus weigh less than the limit. So the nucleus weighs too much only if the limit
     is reached by tokens that each weigh as much as is left beyond it.
     """
-    weight = weigh(draft.logit, row.max_logit, row.temperature)
-    left = tl.maximum(weight / least - kept.limit, 1e-37)
-    logit = tl.minimum(row.max_logit + row.temperature * tl.log(left), draft.logit)
+    left = tl.maximum(found.weight / found.least - kept.limit, 1e-37)
+    logit = tl.minimum(row.max_logit + row.temperature * tl.log(left), draft_logit)
     floor = tl.maximum(tl.maximum(logit, kept.floor), row.lowest)
     num_listed = list_groups(groups, floor, sizes)
     is_likely = _mass_from(row, groups, num_listed, floor, sizes) < kept.limit
@@ -153,56 +107,36 @@ def _is_likely(row, groups, filters, kept, draft, least, sizes):
         # The nucleus has no token below the floor.
         rest = Row(row.ptr, row.vocab_size, row.temperature, row.max_logit, floor)
         _, mass = find_cut(rest, groups, filters.top_k, kept.mass, kept.limit, sizes)
-        is_likely = weight > least * mass
+        is_likely = found.weight > found.least * mass
     return is_likely
 
 
 @triton.jit
-def judge_by_bounds(batch, i_row, row, kept, key, draft, sizes, STRATEGY: tl.constexpr, WITH_ABOVE: tl.constexpr):
-    """What the statistics of a row say of its draft, where the number of candidates has no limit: a verdict, int32."""
-    above = tl.zeros((), tl.float32)
-    if WITH_ABOVE:
-        above = mass_above_draft(batch.stats, i_row, row, draft, sizes)
+def judge_by_bounds(found, draft_logit, kept, STRATEGY: tl.constexpr):
+    """What `Statistics` say of drafts where the number of candidates has no limit: verdicts, int32."""
     # Only the first token has no mass before it. It is always kept.
-    inside = (draft.logit >= row.lowest) & ((above < kept.limit) | (above == 0.0))
+    inside = (draft_logit >= found.lowest) & ((found.above < kept.limit) | (found.above == 0.0))
     verdict = inside.to(tl.int32)
     if STRATEGY == REJECTION:
-        if inside:
-            least = _least_probability(batch, row, i_row, key, draft, sizes)
-            weight = weigh(draft.logit, row.max_logit, row.temperature)
-            # All before the last token of the nucleus weigh less than the limit, the last no more than the draft.
-            most = tl.minimum(kept.mass, kept.limit + weight)
-            fewest = tl.minimum(kept.mass, tl.maximum(kept.limit, above + weight))
-            verdict = tl.where(weight > least * most, 1, tl.where(weight > least * fewest, -1, 0))
+        # All before the last token of the nucleus weigh less than the limit, the last no more than the draft.
+        most = tl.minimum(kept.mass, kept.limit + found.weight)
+        fewest = tl.minimum(kept.mass, tl.maximum(kept.limit, found.above + found.weight))
+        is_likely, may_be = found.weight > found.least * most, found.weight > found.least * fewest
+        verdict = tl.where(inside, tl.where(is_likely, 1, tl.where(may_be, -1, 0)), 0)
     return verdict
 
 
 @triton.jit
-def judge_by_statistics(
-    batch,
-    request,
-    i_row,
-    row,
-    total,
-    key,
-    draft,
-    verify_window,
-    max_candidates,
-    sizes,
-    STRATEGY: tl.constexpr,
-    WITH_ABOVE: tl.constexpr,
-):
-    """The verdict of `topp` or `rejection` on a draft where statistics are enough: int32."""
-    filters = request.filters
-    verdict = tl.full((), -1, tl.int32)
-    if (filters.top_k >= row.vocab_size) & (filters.min_p <= 0.0):
-        limit = tl.where(filters.top_p < 1.0, filters.top_p * total, POS_INF)
-        kept = Kept(-LARGEST, total, limit)
-        verdict = judge_by_bounds(batch, i_row, row, kept, key, draft, sizes, STRATEGY, WITH_ABOVE)
-        if STRATEGY == TOPP:
-            is_open = tl.where(verdict == 1, max_candidates < row.vocab_size, verify_window > 0)
-            verdict = tl.where(is_open, -1, verdict)
-    return verdict
+def judge_by_statistics(found, drafts, filters, vocab_size, verify_window, max_candidates, STRATEGY: tl.constexpr):
+    """The verdicts of `topp` or `rejection` on drafts where statistics are enough: [n] int32."""
+    is_one = keeps_one(filters, found.total)
+    limit = tl.where(filters.top_p < 1.0, filters.top_p * found.total, POS_INF)
+    kept = Kept(-LARGEST, tl.where(is_one, 1.0, found.total), limit)
+    verdict = judge_by_bounds(found, drafts.logit, kept, STRATEGY)
+    if STRATEGY == TOPP:
+        is_open = tl.where(verdict == 1, (max_candidates < vocab_size) & (is_one == 0), verify_window > 0)
+        verdict = tl.where(is_open, -1, verdict)
+    return tl.where(((filters.top_k >= vocab_size) & (filters.min_p <= 0.0)) | is_one, verdict, -1)
 
 
 @triton.jit
@@ -210,11 +144,10 @@ def judge_in_head(
     batch,
     request,
     i_row,
-    row,
     head,
     inside,
     mass,
-    key,
+    found,
     draft,
     verify_window,
     max_candidates,
@@ -226,8 +159,7 @@ def judge_in_head(
     is_candidate = is_draft & inside & (head.rank < max_candidates)
     passes = tl.sum(is_candidate.to(tl.int32), axis=0) > 0
     if STRATEGY == REJECTION:
-        least = _least_probability(batch, row, i_row, key, draft, sizes)
-        passes = passes & (weigh(draft.logit, row.max_logit, row.temperature) > least * mass)
+        passes = passes & (found.weight > found.least * mass)
     if STRATEGY == TOPP:
         is_second = tl.sum((is_draft & (head.rank == 1)).to(tl.int32), axis=0) > 0
         if (passes == 0) & is_second & (verify_window > 0):
@@ -250,24 +182,22 @@ def judge_in_row(
     row,
     groups,
     kept,
-    key,
+    found,
     draft,
     verify_window,
     max_candidates,
     sizes,
     STRATEGY: tl.constexpr,
-    WITH_ABOVE: tl.constexpr,
 ):
     """The verdict of `topp` or `rejection` on a draft of a row that has no head: int32."""
-    verdict = judge_by_bounds(batch, i_row, row, kept, key, draft, sizes, STRATEGY, WITH_ABOVE)
+    verdict = judge_by_bounds(found, draft.logit, kept, STRATEGY)
     max_count = tl.minimum(request.filters.top_k, max_candidates)
     if (verdict != 0) & (max_count < row.vocab_size):
         if _rank_in_row(row, groups, draft, sizes) >= max_count:
             verdict = tl.zeros((), tl.int32)
     if STRATEGY == REJECTION:
         if verdict < 0:
-            least = _least_probability(batch, row, i_row, key, draft, sizes)
-            verdict = _is_likely(row, groups, request.filters, kept, draft, least, sizes).to(tl.int32)
+            verdict = _is_likely(row, groups, request.filters, kept, found, draft.logit, sizes).to(tl.int32)
     if STRATEGY == TOPP:
         if (verdict == 0) & (verify_window > 0):
             if _rank_in_row(row, groups, draft, sizes) == 1:
