@@ -1,0 +1,195 @@
+"""vLLM's features that are asked of its HTTP server, or of the engine behind it."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from json import dumps, loads
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import openai
+from vllm import SamplingParams
+from vllm.engine.protocol import StreamingInput
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.e2e.engines import PROMPTS
+from tests.e2e.features.outcomes import Refusal
+
+_MOST_SECONDS = 480
+PROMPT = bytes(PROMPTS[0]).decode()
+MESSAGES: Any = [{"role": "user", "content": PROMPT}]
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server of vLLM's in this process, whose engine has a process of its own."""
+
+    client: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+    engine: Any
+
+    async def accepted_of_references(self) -> int:
+        """Tokens of references that were drafted and accepted, where the plugin drafts."""
+        (stats,) = await self.engine.collective_rpc("specplus_stats")
+        return sum(stats["accepted"]["reference"])
+
+
+Feature = Callable[[Server], Awaitable[Any]]
+FEATURES: dict[str, Feature] = {}
+
+
+def feature(name: str) -> Callable[[Feature], Feature]:
+    """Register what is asked of a server; what it returns must be the same with speculation."""
+
+    def register(ask: Feature) -> Feature:
+        FEATURES[name] = ask
+        return ask
+
+    return register
+
+
+# All that a call of this function may have is bounded, so the model comes to its end.
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}, "tomorrow": {"type": "boolean"}},
+            "required": ["city", "tomorrow"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@feature("tool calls")
+async def tool_calls(s: Server) -> Any:
+    """A function that is named, one that the model has to choose, and the latter as a stream."""
+    request = GREEDY | {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 120}
+    named = {"type": "function", "function": {"name": "weather"}}
+    found = []
+    for choice in (named, "required"):
+        answer = await s.client.chat.completions.create(**request, tool_choice=choice)
+        (call,) = answer.choices[0].message.tool_calls
+        found.append((call.function.name, loads(call.function.arguments), answer.choices[0].finish_reason))
+    arguments = ""
+    async for chunk in await s.client.chat.completions.create(**request, tool_choice="required", stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            arguments += delta.function.arguments or ""
+    return [*found, loads(arguments)]
+
+
+@feature("`/tokenize`")
+async def tokenize(s: Server) -> Any:
+    bodies: list[Any] = [{"model": "tiny", "prompt": PROMPT}, {"model": "tiny", "messages": MESSAGES}]
+    answers = [await s.http.post("/tokenize", json=body) for body in bodies]
+    return [answer.raise_for_status().json() for answer in answers]
+
+
+@feature("Responses API")
+async def responses(s: Server) -> Any:
+    request = GREEDY | {"input": PROMPT, "max_output_tokens": 40}
+    whole = await s.client.responses.create(**request)
+    stream = await s.client.responses.create(**request, stream=True)
+    parts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+    return whole.output_text, "".join(parts), whole.usage.output_tokens
+
+
+@feature("Responses API with a reference in `vllm_xargs`")
+async def responses_with_reference(s: Server) -> Any:
+    request = GREEDY | {"input": PROMPT, "max_output_tokens": 40}
+    text = (await s.client.responses.create(**request)).output_text
+    drafts = s.engine.vllm_config.speculative_config is not None
+    before = await s.accepted_of_references() if drafts else 0
+    xargs = {"sp_advice_prompt": text, "sp_edit": 1}
+    answer = await s.client.responses.create(**request, extra_body={"vllm_xargs": xargs})
+    is_used = not drafts or await s.accepted_of_references() > before
+    return is_used, answer.output_text
+
+
+@feature("streaming input")
+async def streaming_input(s: Server) -> Any:
+    """A session of three prompts, whose texts are the beginning of the next one's prompt."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+    async def turns() -> AsyncIterator[StreamingInput]:
+        for prompt in PROMPTS[:3]:
+            yield StreamingInput(tokens_input(prompt))
+
+    found: list[int] = []
+    async for output in s.engine.generate(turns(), params, "session"):
+        found += output.outputs[0].token_ids
+    return found
+
+
+@feature("pause and resume")
+async def pause_and_resume(s: Server) -> Any:
+    """A request is held in its middle, and goes on."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    found: list[int] = []
+    paused = 0
+    async for output in s.engine.generate({"prompt_token_ids": PROMPTS[0]}, params, "paused"):
+        found += output.outputs[0].token_ids
+        if not paused:
+            await s.engine.pause_generation(mode="keep")
+            paused = len(found)
+            await s.engine.resume_generation()
+    return 0 < paused < 40, found
+
+
+@asynccontextmanager
+async def serve(model: Path, config: dict[str, Any] | None) -> AsyncIterator[Server]:
+    """Start vLLM's server without a port."""
+    options = ["--model", str(model), "--served-model-name", "tiny", "--max-model-len", "512", "--enforce-eager"]
+    options += ["--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--disable-log-stats"]
+    options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    options += ["--structured-outputs-config", dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
+    options += ["--middleware", "vllm_specplus.requests.PredictedOutputs"]
+    if config is not None:
+        options += ["--speculative-config", dumps(config)]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(options)
+    # This process has threads by now, so the engine's is not forked from it.
+    with patch.dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn"):
+        async with build_async_engine_client(args) as engine:
+            tasks = await engine.get_supported_tasks()
+            app = build_app(args, tasks, engine.model_config)
+            await init_app_state(engine, app.state, args, tasks)
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=None) as http:
+                client = openai.AsyncOpenAI(
+                    base_url="http://server/v1", api_key="none", max_retries=0, http_client=http
+                )
+                yield Server(client, http, engine)
+
+
+def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str]) -> dict[str, Any]:
+    """The outcome of features on one server."""
+
+    async def ask_all() -> dict[str, Any]:
+        async with serve(model, config) as server:
+            found = {name: await _outcome(FEATURES[name], server) for name in names}
+            for stats in filter(None, await server.engine.collective_rpc("specplus_stats")) if config else ():
+                assert not any(stats["faults"].values()), stats["faults"]
+            return found
+
+    return asyncio.run(asyncio.wait_for(ask_all(), _MOST_SECONDS))
+
+
+async def _outcome(ask: Feature, server: Server) -> Any:
+    try:
+        return await ask(server)
+    except (openai.BadRequestError, VLLMValidationError) as error:
+        return Refusal(error)
