@@ -24,7 +24,8 @@ from vllm_specplus.testing.tiny_tokenizer import VOCAB_SIZE
 ADAPTER_RANK = 8
 # Reserved tokens of the tiny tokenizer stand for sound, and for its begin and end.
 AUDIO_TOKEN, _AUDIO_BEGIN, _AUDIO_END = VOCAB_SIZE - 1, VOCAB_SIZE - 2, VOCAB_SIZE - 3
-_RATE, _SECONDS, _FRAMES_A_SECOND, _MEL_BINS = 16_000, 1, 100, 16
+# vLLM takes no other window than Whisper's.
+_RATE, _SECONDS, _FRAMES_A_SECOND, _MEL_BINS = 16_000, 30, 100, 16
 
 
 def make_adapter(folder: Path, model: Path, seed: int = 0) -> Path:
@@ -75,8 +76,8 @@ def make_listener(folder: Path, text_model: Path, seed: int = 0) -> Path:
         image_token_index=AUDIO_TOKEN,
     )
     weights = {f"audio_tower.{name}": tensor for name, tensor in Qwen2AudioEncoder(audio).state_dict().items()}
-    # Sound is then as large as embeddings of tokens.
-    weights["multi_modal_projector.linear.weight"] = torch.randn(width, width) * width**-0.5
+    # Larger than embeddings of tokens, so that one sound's text is not another's.
+    weights["multi_modal_projector.linear.weight"] = 3 * torch.randn(width, width) * width**-0.5
     weights["multi_modal_projector.linear.bias"] = torch.zeros(width)
     for name, tensor in load_file(text_model / "model.safetensors").items():
         if ".mtp_layers." not in name:
@@ -90,6 +91,6 @@ def make_listener(folder: Path, text_model: Path, seed: int = 0) -> Path:
     return folder
 
 
-def sound(seed: int) -> tuple[np.ndarray, int]:
-    """Half a second of noise, and its sampling rate."""
-    return np.random.default_rng(seed).standard_normal(_RATE // 2).astype(np.float32), _RATE
+def sound(pitch: int) -> tuple[np.ndarray, int]:
+    """Half a second of a tone of so many hertz, and its sampling rate."""
+    return np.sin(np.arange(_RATE // 2) * 2 * np.pi * pitch / _RATE).astype(np.float32), _RATE

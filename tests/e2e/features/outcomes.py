@@ -38,7 +38,7 @@ def engine_outcome(start_and_ask: Callable[[], Any]) -> Any:
         return start_and_ask()
     except ValidationError as error:
         return Refusal(error.errors()[0]["msg"])
-    except ValueError as error:
+    except (ValueError, VLLMValidationError) as error:
         return Refusal(error)
 
 

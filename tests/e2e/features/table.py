@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ def groups(trained: Path, folder: Path) -> dict[str, Group]:
 
 
 def cells(column: str) -> dict[str, str]:
-    """The cells of one column of docs/features.md, by feature."""
+    """The cells of one column of the first table of docs/features.md, by feature."""
     lines = (Path(__file__).parents[3] / "docs" / "features.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("| ")]
-    header = rows[0]
-    return {row[0]: row[header.index(column)] for row in rows[1:] if len(row) == len(header)}
+    table = takewhile(lambda line: line.startswith("|"), dropwhile(lambda line: not line.startswith("|"), lines))
+    header, _, *rows = ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table)
+    return {row[0]: row[header.index(column)] for row in rows}
