@@ -14,10 +14,10 @@ import httpx
 import openai
 from vllm import SamplingParams
 from vllm.engine.protocol import StreamingInput
+from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
@@ -159,14 +159,17 @@ async def pause_and_resume(s: Server) -> Any:
 @asynccontextmanager
 async def serve(model: Path, config: dict[str, Any] | None) -> AsyncIterator[Server]:
     """Start vLLM's server without a port."""
-    options = ["--model", str(model), "--served-model-name", "tiny", "--max-model-len", "512", "--enforce-eager"]
+    options = ["serve", str(model), "--served-model-name", "tiny", "--max-model-len", "512", "--enforce-eager"]
     options += ["--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--disable-log-stats"]
     options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     options += ["--structured-outputs-config", dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
     options += ["--middleware", "vllm_specplus.requests.PredictedOutputs"]
     if config is not None:
         options += ["--speculative-config", dumps(config)]
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(options)
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    args = parser.parse_args(options)
+    args.model = args.model_tag
     # This process has threads by now, so the engine's is not forked from it.
     with patch.dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn"):
         async with build_async_engine_client(args) as engine:
