@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.features import FEATURES, cells, verdicts
+from tests.e2e.features.table import FEATURES, Group, cells, groups
 
 pytestmark = pytest.mark.interpreter
 
 
 @pytest.fixture(scope="module")
-def found(trained: Path) -> dict[str, str]:
-    return verdicts(trained)
+def found(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Group]:
+    return groups(trained, tmp_path_factory.mktemp("features"))
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_feature(name: str, found: dict[str, str]) -> None:
-    assert found[name] == cells("V2")[name]
+def test_feature(name: str, found: dict[str, Group]) -> None:
+    assert found[name].verdicts[name] == cells("V2")[name]
 
 
 def test_every_row_is_a_feature() -> None:

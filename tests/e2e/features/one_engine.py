@@ -1,9 +1,5 @@
-"""vLLM's features beside a hybrid: what each brings is compared with an engine without speculation.
+"""vLLM's features that all can be asked of one engine, in this process."""
 
-docs/features.md has a row for each. The tests hold its cells to what is found here.
-"""
-
-import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -11,12 +7,11 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.e2e.engines import ADAPTIVE, PROMPTS, Engine, engine
+from tests.e2e.engines import PROMPTS, Engine, engine
+from tests.e2e.features.outcomes import outcome
 
-STOCK = {"method": "mtp", "num_speculative_tokens": 2}
 ENGINE: dict[str, Any] = {
     "enable_prefix_caching": True,
     "max_num_batched_tokens": 64,
@@ -26,7 +21,6 @@ ENGINE: dict[str, Any] = {
     "reasoning_config": {"reasoning_start_str": "e", "reasoning_end_str": "\n"},
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
 }
-WORKS, REFUSED, AS_VLLM = "works", "refused by vLLM", "not in vLLM either"
 FEW = PROMPTS[:3]
 LONG = (PROMPTS[0] * 8)[:300]
 
@@ -66,10 +60,20 @@ sampling("`min_p`", min_p=0.1, temperature=1.0, top_k=1)
 sampling("`logit_bias`", logit_bias={65: 5.0})
 sampling("`n` above 1", n=3, temperature=1.0, top_k=1)
 sampling("thinking budget", thinking_token_budget=3)
+# vLLM has had no such parameter since its second engine.
+sampling("`best_of`", n=1, best_of=3)
 structured("JSON schema", json={"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
 structured("regular expression", regex="[a-c]{3}-[0-9]{4}")
 structured("grammar", grammar='root ::= "a" root "b" | "cc"')
 structured("choice", choice=["positive", "negative"])
+
+
+@feature("stop strings over several steps")
+def long_stop_string(e: Engine) -> Any:
+    """A stop string of 16 characters, more than three steps bring: it is a part of the text without it."""
+    (whole,) = e.generate(FEW[:1], max_tokens=48)
+    results = e.generate(FEW, max_tokens=48, stop=[whole.outputs[0].text[12:28]])
+    return [(c.text, list(c.token_ids), c.finish_reason, c.stop_reason) for r in results for c in r.outputs]
 
 
 @feature("logprobs")
@@ -148,47 +152,7 @@ def prompt_embeds(e: Engine) -> Any:
     return [list(r.outputs[0].token_ids) for r in e.llm.generate([{"prompt_embeds": rows}], params, use_tqdm=False)]
 
 
-def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str] = FEATURES) -> dict[str, Any]:
-    """The outcome of features on one engine: what each returned, or the refusal's words."""
+def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str]) -> dict[str, Any]:
+    """The outcome of features on one engine."""
     with engine(model, config, **ENGINE) as e:
         return {name: outcome(partial(FEATURES[name], e)) for name in names}
-
-
-def outcome(ask: Callable[[], Any]) -> Any:
-    try:
-        return ask()
-    except VLLMValidationError as error:
-        return Refusal(str(error))
-    except ValueError as error:
-        return f"the engine ends: {error}"
-
-
-class Refusal(str):
-    """The words in which an engine refused."""
-
-    __slots__ = ()
-
-
-def verdicts(model: Path) -> dict[str, str]:
-    """The cell of each feature: whether it works beside the hybrid."""
-    plain, ours = (ask(model, config) for config in (None, ADAPTIVE))
-    # vLLM's own drafter is asked only for the rest: on a CPU some of what the hybrid does ends its engine.
-    stock = ask(model, STOCK, [name for name in FEATURES if ours[name] != plain[name]])
-    return {name: verdict(plain[name], stock.get(name), ours[name]) for name in FEATURES}
-
-
-def verdict(plain: Any, stock: Any, ours: Any) -> str:
-    if ours == plain:
-        return WORKS
-    if isinstance(ours, Refusal) and ours == stock:
-        return REFUSED
-    found = f"{ours!r}, without speculation {plain!r}, with vLLM's drafter {stock!r}"
-    return f"fails: {found}" if stock == plain else AS_VLLM
-
-
-def cells(column: str) -> dict[str, str]:
-    """The cells of one column of docs/features.md, by feature."""
-    lines = (Path(__file__).parents[2] / "docs" / "features.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("| ")]
-    header = rows[0]
-    return {row[0]: row[header.index(column)] for row in rows[1:] if len(row) == len(header)}

@@ -1,0 +1,55 @@
+"""What becomes of a feature, and the words for it in docs/features.md."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.exceptions import VLLMValidationError
+
+WORKS, REFUSED, AS_VLLM = "works", "refused by vLLM", "not in vLLM either"
+STOCK = {"method": "mtp", "num_speculative_tokens": 2}
+
+
+class Refusal(str):
+    """The words in which an engine refused."""
+
+    __slots__ = ()
+
+
+class Lack(str):
+    """The words of an error that is no refusal: vLLM has no such thing, or its engine has ended."""
+
+    __slots__ = ()
+
+
+def outcome(ask: Callable[[], Any]) -> Any:
+    """What a feature returns, or how it fails."""
+    try:
+        return ask()
+    except VLLMValidationError as error:
+        return Refusal(error)
+    except (ValueError, TypeError) as error:
+        return Lack(error)
+
+
+def engine_outcome(start_and_ask: Callable[[], Any]) -> Any:
+    """What a feature returns, or the words in which vLLM refuses to start an engine for it."""
+    try:
+        return start_and_ask()
+    except ValidationError as error:
+        return Refusal(error.errors()[0]["msg"])
+    except (ValueError, VLLMValidationError) as error:
+        return Refusal(error)
+
+
+def verdict(plain: Any, stock: Any, ours: Any) -> str:
+    """The cell of a feature, from its outcomes without speculation, with vLLM's own drafter and with the plugin's.
+
+    `stock` is None where it has not been asked, because the other two are the same.
+    """
+    if isinstance(ours, Refusal | Lack) and ours in (plain, stock):
+        return REFUSED if isinstance(ours, Refusal) else AS_VLLM
+    if ours == plain:
+        return WORKS
+    found = f"{ours!r}, without speculation {plain!r}, with vLLM's drafter {stock!r}"
+    return f"fails: {found}" if stock == plain else AS_VLLM

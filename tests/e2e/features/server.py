@@ -1,0 +1,205 @@
+"""vLLM's features that are asked of its HTTP server, or of the engine behind it."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from json import dumps, loads
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import openai
+from vllm import SamplingParams
+from vllm.engine.protocol import StreamingInput
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+from vllm.entrypoints.launchers.app import build_app
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.e2e.engines import PROMPTS
+from tests.e2e.features.outcomes import Lack, Refusal
+from vllm_specplus.requests.engine_client import has_drafter
+
+_MOST_SECONDS = 480
+PROMPT = bytes(PROMPTS[0]).decode()
+MESSAGES: Any = [{"role": "user", "content": PROMPT}]
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server of vLLM's in this process, whose engine has a process of its own."""
+
+    client: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+    engine: Any
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether the plugin drafts."""
+        return has_drafter(self.engine)
+
+    async def stats(self) -> dict[str, Any]:
+        """The plugin's counts, where it drafts."""
+        (stats,) = await self.engine.collective_rpc("specplus_stats")
+        return stats
+
+
+Feature = Callable[[Server], Awaitable[Any]]
+FEATURES: dict[str, Feature] = {}
+
+
+def feature(name: str) -> Callable[[Feature], Feature]:
+    """Register what is asked of a server; what it returns must be the same with speculation."""
+
+    def register(ask: Feature) -> Feature:
+        FEATURES[name] = ask
+        return ask
+
+    return register
+
+
+# Whatever the model says, a call of this function is short.
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "ping",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"fast": {"type": "boolean"}},
+            "required": ["fast"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@feature("tool calls")
+async def tool_calls(s: Server) -> Any:
+    """A function that is named, as a whole and as a stream, and one that the model has to choose."""
+    request = GREEDY | {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 100}
+    named: Any = {"type": "function", "function": {"name": "ping"}}
+    answer = await s.client.chat.completions.create(**request, tool_choice=named)
+    (call,) = answer.choices[0].message.tool_calls
+    streamed = ""
+    async for chunk in await s.client.chat.completions.create(**request, tool_choice=named, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            streamed += delta.function.arguments or ""
+    chosen = (await s.client.chat.completions.create(**request, tool_choice="required")).choices[0].message
+    # A model may call as often as its tokens allow, so the last call may be cut.
+    calls = [(c.function.name, c.function.arguments) for c in chosen.tool_calls or ()]
+    return call.function.name, loads(call.function.arguments), loads(streamed), calls, chosen.content
+
+
+@feature("`/tokenize`")
+async def tokenize(s: Server) -> Any:
+    bodies: list[Any] = [{"model": "tiny", "prompt": PROMPT}, {"model": "tiny", "messages": MESSAGES}]
+    answers = [await s.http.post("/tokenize", json=body) for body in bodies]
+    return [answer.raise_for_status().json() for answer in answers]
+
+
+@feature("Responses API")
+async def responses(s: Server) -> Any:
+    request = GREEDY | {"input": PROMPT, "max_output_tokens": 16}
+    whole = await s.client.responses.create(**request)
+    stream = await s.client.responses.create(**request, stream=True)
+    parts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+    return whole.output_text, "".join(parts), whole.usage.output_tokens
+
+
+@feature("Responses API with a reference in `vllm_xargs`")
+async def responses_with_reference(s: Server) -> Any:
+    request = GREEDY | {"input": PROMPT, "max_output_tokens": 16}
+    text = (await s.client.responses.create(**request)).output_text
+    xargs = {"sp_advice_prompt": text, "sp_edit": 1}
+    answer = await s.client.responses.create(**request, extra_body={"vllm_xargs": xargs})
+    is_used = not s.has_drafter or sum((await s.stats())["accepted"]["reference"]) > 0
+    return is_used, answer.output_text
+
+
+@feature("streaming input")
+async def streaming_input(s: Server) -> Any:
+    """A session of three prompts, whose texts are the beginning of the next one's prompt."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+    async def turns() -> AsyncIterator[StreamingInput]:
+        for prompt in PROMPTS[:3]:
+            # vLLM adds the next prompts to the first one's list.
+            yield StreamingInput(tokens_input(list(prompt)))
+
+    found: list[int] = []
+    async for output in s.engine.generate(turns(), params, "session"):
+        found += output.outputs[0].token_ids
+    return found
+
+
+@feature("pause and resume")
+async def pause_and_resume(s: Server) -> Any:
+    """A request is held in its middle, and goes on."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    found: list[int] = []
+    paused = 0
+    async for output in s.engine.generate({"prompt_token_ids": PROMPTS[0]}, params, "paused"):
+        found += output.outputs[0].token_ids
+        if not paused:
+            await s.engine.pause_generation(mode="keep")
+            paused = len(found)
+            await s.engine.resume_generation()
+    return 0 < paused < 24, found
+
+
+@asynccontextmanager
+async def serve(model: Path, config: dict[str, Any] | None) -> AsyncIterator[Server]:
+    """Start vLLM's server without a port."""
+    options = ["serve", str(model), "--served-model-name", "tiny", "--max-model-len", "512", "--enforce-eager"]
+    options += ["--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--disable-log-stats"]
+    options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    options += ["--structured-outputs-config", dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
+    options += ["--middleware", "vllm_specplus.requests.PredictedOutputs"]
+    if config is not None:
+        options += ["--speculative-config", dumps(config)]
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    args = parser.parse_args(options)
+    args.model = args.model_tag
+    # This process has threads by now, so the engine's is not forked from it.
+    with patch.dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn"):
+        async with build_async_engine_client(args) as engine:
+            tasks = await engine.get_supported_tasks()
+            app = build_app(args, tasks, engine.model_config)
+            await init_app_state(engine, app.state, args, tasks)
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=None) as http:
+                client = openai.AsyncOpenAI(
+                    base_url="http://server/v1", api_key="none", max_retries=0, http_client=http
+                )
+                yield Server(client, http, engine)
+
+
+def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str]) -> dict[str, Any]:
+    """The outcome of features on one server."""
+
+    async def ask_all() -> dict[str, Any]:
+        async with serve(model, config) as server:
+            found = {name: await _outcome(FEATURES[name], server) for name in names}
+            assert not server.has_drafter or not any((await server.stats())["faults"].values()), "a fault of the plugin"
+            return found
+
+    return asyncio.run(asyncio.wait_for(ask_all(), _MOST_SECONDS))
+
+
+async def _outcome(ask: Feature, server: Server) -> Any:
+    try:
+        return await ask(server)
+    except (openai.BadRequestError, VLLMValidationError) as error:
+        return Refusal(error)
+    except Exception as error:  # the other features are asked all the same
+        return Lack(f"{type(error).__name__}: {error}")
