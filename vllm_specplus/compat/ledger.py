@@ -84,6 +84,7 @@ CONFIG_SEAMS = (
         "ModelConfig.use_fp64_gumbel",
         "read: the precision of the noise",
     ),
+    Seam("vllm.config.model", "ModelConfig.hf_text_config", "read: whether a model has linear attention"),
     Seam("vllm.config.model", "ModelConfig.head_dtype", "read: the type of the kernels' logits"),
     Seam("vllm.distributed.parallel_state", "get_pp_group", "called: which stage drafts"),
     Seam("vllm.engine.arg_utils", "EngineArgs.async_scheduling", "turned off for host-side drafting"),
