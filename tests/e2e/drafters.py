@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+from pydantic import ValidationError
+
 from tests.e2e.engines import PROMPTS, engine
 from tests.e2e.families import make_family, make_medusa, make_two_layers
 from tests.e2e.references import stats
@@ -33,15 +36,16 @@ class Drafter:
     """A row of the table.
 
     make: writes the target into a folder, and its draft checkpoint, if it has one of its own, into `draft` in there.
-    config: the keys that name the drafter. on_v2: keys of its hybrids on Model Runner V2. engine: the engine's arguments.
-    is_own_measure: whether vLLM's own text depends on what it accepts, so that it measures ours.
+    config: the keys that name the drafter. on_v2: more keys of its hybrids on Model Runner V2.
+    engine: the engine's arguments.
+    differs_in_vllm: whether vLLM's own text depends on the drafts that it accepts.
     """
 
     make: Callable[[Path], Path]
     config: Mapping[str, Any]
     on_v2: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
-    is_own_measure: bool = False
+    differs_in_vllm: bool = False
 
 
 def _with_medusa(folder: Path) -> Path:
@@ -58,7 +62,7 @@ DRAFTERS: dict[str, Drafter] = {
     "ERNIE-4.5 MTP": Drafter(_family("ernie"), MTP),
     "GLM-4.5 MTP": Drafter(_family("glm"), MTP),
     "MiMo MTP of two layers": Drafter(make_two_layers, MTP, on_v2={"num_model_steps": 1}),
-    "DeepSeek-V3 MTP": Drafter(_family("deepseek"), MTP, is_own_measure=True),
+    "DeepSeek-V3 MTP": Drafter(_family("deepseek"), MTP, differs_in_vllm=True),
     "Qwen3-Next MTP": Drafter(_family("qwen3_next"), MTP, engine={"dtype": "bfloat16"}),
     "Medusa": Drafter(_with_medusa, {"method": "medusa", "model": "draft"}),
 }
@@ -78,11 +82,11 @@ def verdict(name: str, folder: Path, *, on_v2: bool) -> str:
     except SpecPlusConfigError:
         ask(config | STOCK_SLOTS | {"verify_strategy": "target_match"})
         return REFUSED
-    except NotImplementedError as error:
-        return REFUSED_BY_VLLM if str(error) == refusal(ask, config | STOCK_SLOTS) else f"fails: {error}"
+    except ValidationError as error:
+        return REFUSED_BY_VLLM if words(error) == refusal(ask, config | STOCK_SLOTS) else f"fails: {error}"
     for source in ("model", "ngram"):
         assert sum(counts["drafted"][source]) > 0
-    if drafter.is_own_measure:
+    if drafter.differs_in_vllm:
         return as_stock(ask, config)
     # Else it would show little.
     assert sum(map(sum, counts["accepted"].values())) > 0
@@ -98,25 +102,24 @@ Ask = Callable[[dict[str, Any] | None], tuple[list[list[int]], dict[str, Any]]]
 def as_stock(ask: Ask, config: dict[str, Any]) -> str:
     """The cell of a drafter whose texts vLLM itself changes once a draft is accepted.
 
-    Where the hybrid has the slots of vLLM's own, and the model fills them, the text is vLLM's. Where it has more and
-    none is accepted, the text is that without speculation.
+    A hybrid with the slots of vLLM's own, all of which the model fills, makes the same steps.
     """
     stock, _ = ask(config | STOCK_SLOTS)
-    filled, _ = ask(config | APPEND | STOCK_SLOTS)
-    rejected, _ = ask(config | ADAPTIVE | {"accept_policy": "reject_all"})
+    filled, _ = ask(config | APPEND | STOCK_SLOTS | {"verify_strategy": "target_match"})
     plain, _ = ask(None)
     assert stock != plain
-    is_equal = filled == stock and rejected == plain
-    return AS_STOCK if is_equal else f"fails: {filled}, vLLM {stock}; {rejected}, without speculation {plain}"
+    return AS_STOCK if filled == stock else f"fails: {filled}, vLLM {stock}"
 
 
-def refusal(ask: Ask, config: dict[str, Any]) -> str:
+def refusal(ask: Ask, config: dict[str, Any]) -> list[str]:
     """The words in which vLLM refuses a config without plugin keys."""
-    try:
+    with pytest.raises(ValidationError) as error:
         ask(config)
-    except NotImplementedError as error:
-        return str(error)
-    raise AssertionError(f"vLLM takes {config}")
+    return words(error.value)
+
+
+def words(error: ValidationError) -> list[str]:
+    return [problem["msg"] for problem in error.errors()]
 
 
 def texts(target: Path, drafter: Drafter, config: dict[str, Any] | None) -> tuple[list[list[int]], dict[str, Any]]:

@@ -144,8 +144,8 @@ def make_two_layers(folder: Path) -> Path:
     make_random(folder)
     weights = load_file(folder / "model.safetensors")
     first = "mtp_layers.0."
-    weights |= {name.replace(first, "mtp_layers.1."): weight.clone() for name, weight in weights.items() if first in name}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    second = {name.replace(first, "mtp_layers.1."): weight.clone() for name, weight in weights.items() if first in name}
+    save_file(weights | second, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
     return folder
