@@ -80,8 +80,9 @@ def verdict(name: str, folder: Path, *, on_v2: bool) -> str:
     try:
         appended, counts = ask(config | APPEND | more)
     except SpecPlusConfigError:
-        ask(config | STOCK_SLOTS | {"verify_strategy": "target_match"})
-        return REFUSED
+        verified, _ = ask(config | STOCK_SLOTS | {"verify_strategy": "target_match"})
+        plain, _ = ask(None)
+        return REFUSED if verified == plain else f"fails: {verified}, without speculation {plain}"
     except ValidationError as error:
         return REFUSED_BY_VLLM if words(error) == refusal(ask, config | STOCK_SLOTS) else f"fails: {error}"
     for source in ("model", "ngram"):
