@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from tests.e2e.eagle_heads import make_eagle_head
+from tests.e2e.families import make_medusa
 from vllm_specplus.cli import main
 from vllm_specplus.engine import patch
 from vllm_specplus.testing.tiny_model import make_draft_model, make_random
@@ -108,6 +109,7 @@ ACCEPTED = [
     MTP | {"index_share_for_mtp_iteration": True},
     MTP | {"attention_backend": "auto", "moe_backend": "triton", "kv_cache_dtype": "fp8"},
     MTP | {"attention_backend": "cpu_attn"},
+    HYBRID | {"method": "medusa", "model": "org/heads"},
     MTP | {"num_speculative_tokens_per_batch_size": [[9, 16, 1], [1, 8, 9]]},
     SUFFIX | UNLIMITED | {"num_speculative_tokens_per_batch_size": [[1, 8, 2]]},
     {"method": "naive", "rejection_sample_method": "block"},
@@ -133,7 +135,7 @@ SOURCES = (ROOT / "tests/e2e/v1/test_requests.py", ROOT / "examples/offline_hybr
 TEXTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.sh")))
 MODEL_KEYS = ("model", "draft_model_name_or_path", "sp_checkpoint_path")
 # There is no tiny checkpoint for them.
-NO_CHECKPOINT = ("medusa", "mlp_speculator", "dflash", "dspark")
+NO_CHECKPOINT = ("mlp_speculator", "dflash", "dspark")
 
 _ParameterSet = type(pytest.param())
 
@@ -227,6 +229,7 @@ def with_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str,
     """Names a tiny checkpoint that suits the method wherever a config names a model."""
     draft = make_draft_model(tmp_path_factory.mktemp("draft"))
     heads = {method: make_eagle_head(draft / method, method) for method in ("eagle", "eagle3")}
+    heads["medusa"] = make_medusa(draft / "medusa", draft)
 
     def replaced(config: dict[str, Any]) -> dict[str, Any]:
         method = next((config[key] for key in ("method", "speculate_method", "sp_type") if key in config), None)

@@ -14,6 +14,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
 import vllm_specplus
+from tests.e2e.families import make_medusa
 from vllm_specplus import compat
 from vllm_specplus.config import SpecPlusConfigError, resolve
 from vllm_specplus.engine import patch as engine
@@ -284,6 +285,15 @@ def test_several_mtp_layers_on_v2(tiny: Path, tmp_path: Path, on_v2: None, monke
         create(model, wide | {"num_model_steps": 2})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert create(model, wide | {"num_model_steps": 2}).num_speculative_tokens == 4
+
+
+@pytest.mark.parametrize("method", ["medusa", "custom_class"])
+def test_methods_that_vllm_runs_on_v1_alone(method: str, tiny: Path, tmp_path: Path, on_v2: None) -> None:
+    model = str(make_medusa(tmp_path / "heads", tiny)) if method == "medusa" else "package.Drafter"
+    config = {"method": method, "model": model, "num_speculative_tokens": 2, "verify_strategy": "target_match"}
+    vllm_config = engine_args(tiny, config).create_engine_config()
+    assert not vllm_config.use_v2_model_runner
+    assert not vllm_config.speculative_config.made_for_v2
 
 
 def test_the_worker_sees_to_it_that_the_runner_was_foreseen(tiny: Path, on_v2: None) -> None:

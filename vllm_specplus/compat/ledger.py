@@ -84,6 +84,7 @@ CONFIG_SEAMS = (
         "ModelConfig.use_fp64_gumbel",
         "read: the precision of the noise",
     ),
+    Seam("vllm.config.model", "ModelConfig.hf_text_config", "read: whether a model has linear attention"),
     Seam("vllm.config.model", "ModelConfig.head_dtype", "read: the type of the kernels' logits"),
     Seam("vllm.distributed.parallel_state", "get_pp_group", "called: which stage drafts"),
     Seam("vllm.engine.arg_utils", "EngineArgs.async_scheduling", "turned off for host-side drafting"),
@@ -321,7 +322,13 @@ WORKER_SEAMS = (
 V1_SEAMS = (
     *(
         Seam(_V1, name, "replaced by a hybrid subclass while the runner is built")
-        for name in ("EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer", "DraftModelProposer")
+        for name in ("EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer", "DraftModelProposer", "MedusaProposer")
+    ),
+    Seam(
+        "vllm.v1.spec_decode.medusa",
+        "MedusaProposer.propose",
+        "extended: joins its drafts with others",
+        ("num_speculative_tokens",),
     ),
     Seam(_V1, "create_custom_proposer", "replaced by the plugin's own drafter"),
     Seam(
@@ -338,7 +345,7 @@ V1_SEAMS = (
         _V1,
         "GPUModelRunner",
         "requests input_batch max_model_len scheduler_config speculative_config query_start_loc drafter sampler "
-        "rejection_sampler use_async_scheduling",
+        "rejection_sampler use_async_scheduling discard_request_mask",
         "read: the batch, and the parts that were built",
     ),
     *_members(
@@ -357,7 +364,7 @@ V1_SEAMS = (
     *_members(
         "vllm.v1.worker.gpu_input_batch",
         "InputBatch",
-        "req_ids token_ids_cpu num_tokens_no_spec num_prompt_tokens vocab_size req_prompt_embeds",
+        "req_ids num_reqs token_ids_cpu num_tokens_no_spec num_prompt_tokens vocab_size req_prompt_embeds",
         "read: the requests' tokens on the host; this step's are written first",
     ),
     *_members(

@@ -28,6 +28,7 @@ _METHODS = {
     "suffix": "drafts come from suffix trees of this request's text and of past answers",
     "mtp": "the model's own MTP head drafts",
     "draft_model": "a smaller model drafts",
+    "medusa": "Medusa heads draft, all of them in one run",
 }
 _HISTORY_SOURCES = {
     "with_ngram": "matches in the request's own text",

@@ -66,7 +66,7 @@ class CommonKeys(BaseModel):
     allow_force_accept: bool = False
 
 
-HYBRID_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
+HYBRID_METHODS = ("mtp", "eagle", "eagle3", "draft_model", "medusa")
 NAIVE = "naive"
 HISTORY_METHODS = ("ngram", "suffix", NAIVE)
 """Methods that draft from text alone: the request's own, that of other requests, or (naive) its reference."""

@@ -23,7 +23,7 @@ from vllm_specplus.strategies import TRAITS
 
 # vLLM's default of both n-gram sizes.
 VLLM_NGRAM_SIZE = 5
-_NEEDS_MODEL_PATH = ("eagle", "eagle3", "draft_model")
+_NEEDS_MODEL_PATH = ("eagle", "eagle3", "draft_model", "medusa")
 METHODS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix", NAIVE)
 
 

@@ -85,6 +85,16 @@ def _async_scheduling_error(setup: EngineSetup) -> SpecPlusConfigError | None:
     )
 
 
+def _linear_attention_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    layers = getattr(setup.model_config.hf_text_config, "layer_types", None) or ()
+    if setup.device_type != "cpu" or not setup.options.drafts_from_history or "linear_attention" not in layers:
+        return None
+    return config_error(
+        "a model with linear attention is not allowed on a CPU where vllm-specplus drafts: there vLLM's state of such "
+        "layers goes wrong in a step with fewer drafts than num_speculative_tokens"
+    )
+
+
 _REASONS: tuple[Callable[[EngineSetup], SpecPlusConfigError | None], ...] = (
     _platform_error,
     _worker_error,
@@ -93,4 +103,5 @@ _REASONS: tuple[Callable[[EngineSetup], SpecPlusConfigError | None], ...] = (
     _noise_error,
     _pipeline_error,
     _async_scheduling_error,
+    _linear_attention_error,
 )

@@ -21,6 +21,8 @@ logger = init_logger("vllm.specplus")
 
 # Model Runner V1 has no verifier of its own for "block": it runs the default one.
 _DEFAULT_VERIFIER_ON_V1 = (None, "standard", "block")
+# The methods that vLLM runs on V1 alone; the plugin's own suffix decoding runs on both.
+_METHODS_OF_V1 = ("medusa", "custom_class")
 # All tensor-parallel workers of a machine together give this part of its memory to shared suffix trees.
 _MEMORY_SHARE = 16
 # Above what docs/limits.md says was measured.
@@ -152,6 +154,7 @@ def _runs_on_v2(args: EngineArgs, resolved: Resolved) -> bool:
     if choice is not None:
         return choice
     needs_v1 = (
+        resolved.vllm.get("method") in _METHODS_OF_V1,
         resolved.vllm.get("parallel_drafting"),
         resolved.vllm.get("use_heterogeneous_vocab"),
         args.distributed_executor_backend == "external_launcher" and args.pipeline_parallel_size > 1,

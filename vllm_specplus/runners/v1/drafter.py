@@ -313,9 +313,30 @@ def _choose(
     return choice
 
 
+class MedusaMixin(HybridMixin):
+    """Reads this step's tokens itself: vLLM hands them to every proposer but Medusa's, after it has written them."""
+
+    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Draft as a hybrid does; see `HybridMixin.propose`."""
+        self._sampled_tokens, self._tokens_on_host = self._history.newest_tokens(), True
+        return super().propose(num_speculative_tokens, *args, **kwargs)
+
+
+class _MedusaHeads(_Proposer):
+    """Gives vLLM's Medusa proposer what `HybridMixin` asks of one."""
+
+    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """[B, passes] drafts; all heads run together."""
+        return super().propose(self.num_speculative_tokens, *args, **kwargs)[:, :num_speculative_tokens]
+
+    def take_last_draft_probs(self) -> None:
+        """Return None: the heads' drafts are not sampled."""
+
+
 def hybrid_class(proposer: type) -> type:
     """Make the hybrid subclass of one of vLLM's proposers."""
-    return type(f"Hybrid{proposer.__name__}", (HybridMixin, proposer), {})
+    bases = (MedusaMixin, _MedusaHeads) if proposer.__name__ == "MedusaProposer" else (HybridMixin,)
+    return type(f"Hybrid{proposer.__name__}", (*bases, proposer), {})
 
 
 def with_one_hot_rows(model_probs: torch.Tensor, drafts: Drafts, width: int) -> torch.Tensor:

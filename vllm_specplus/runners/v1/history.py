@@ -24,6 +24,12 @@ class HostHistory:
         """The ids of the first requests of the batch."""
         return self._runner.input_batch.req_ids[:num_reqs]
 
+    def newest_tokens(self) -> list[list[int]]:
+        """[B] lists of the newest token that vLLM has written of each request; none for a partial prefill."""
+        batch, discards = self._runner.input_batch, self._runner.discard_request_mask.np
+        ends = batch.num_tokens_no_spec
+        return [[] if discards[i] else [int(batch.token_ids_cpu[i, ends[i] - 1])] for i in range(batch.num_reqs)]
+
     def drop_idle_state(self, retain: Callable[[Collection[str]], Any]) -> None:
         """Drop the state of requests that have ended, and of those outside this batch where there are too many.
 

@@ -21,6 +21,7 @@ _MODEL_PROPOSERS = (
     "Gemma4Proposer",
     "Step3p5MTPProposer",
     "DraftModelProposer",
+    "MedusaProposer",
 )
 
 

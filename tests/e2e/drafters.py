@@ -1,0 +1,139 @@
+"""Every kind of drafter in a hybrid: its greedy text is compared with that without speculation.
+
+docs/features.md has a row for each. The tests hold its cells to what is found here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tests.e2e.engines import PROMPTS, engine
+from tests.e2e.families import make_family, make_medusa, make_two_layers
+from tests.e2e.references import stats
+from vllm_specplus.config import SpecPlusConfigError
+from vllm_specplus.testing.tiny_model import make_random
+
+WORKS, AS_STOCK, REFUSED, REFUSED_BY_VLLM = "works", "as vLLM's `mtp`", "refused on a CPU", "refused by vLLM"
+STOCK_SLOTS = {"num_speculative_tokens": 2}
+APPEND: dict[str, Any] = {
+    "num_speculative_tokens": 4,
+    "num_model_steps": 2,
+    "mtp_strategy": "with_ngram",
+    "min_ngram_size": 1,
+    "adaptive": False,
+}
+ADAPTIVE: dict[str, Any] = APPEND | {"adaptive": True, "verify_strategy": "target_match"}
+FEW = PROMPTS[:4]
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A row of the table.
+
+    make: writes the target into a folder, and its draft checkpoint, if it has one of its own, into `draft` in there.
+    config: the keys that name the drafter. on_v2: more keys of its hybrids on Model Runner V2.
+    engine: the engine's arguments.
+    differs_in_vllm: whether vLLM's own text depends on the drafts that it accepts.
+    """
+
+    make: Callable[[Path], Path]
+    config: Mapping[str, Any]
+    on_v2: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    differs_in_vllm: bool = False
+
+
+def _with_medusa(folder: Path) -> Path:
+    make_medusa(folder / "draft", make_random(folder))
+    return folder
+
+
+def _family(name: str) -> Callable[[Path], Path]:
+    return partial(make_family, name=name)
+
+
+MTP = {"method": "mtp"}
+DRAFTERS: dict[str, Drafter] = {
+    "ERNIE-4.5 MTP": Drafter(_family("ernie"), MTP),
+    "GLM-4.5 MTP": Drafter(_family("glm"), MTP),
+    "MiMo MTP of two layers": Drafter(make_two_layers, MTP, on_v2={"num_model_steps": 1}),
+    "DeepSeek-V3 MTP": Drafter(_family("deepseek"), MTP, differs_in_vllm=True),
+    "Qwen3-Next MTP": Drafter(_family("qwen3_next"), MTP, engine={"dtype": "bfloat16"}),
+    "Medusa": Drafter(_with_medusa, {"method": "medusa", "model": "draft"}),
+}
+
+
+def verdict(name: str, folder: Path, *, on_v2: bool) -> str:
+    """The cell of a drafter: what becomes of hybrids with it on this model runner."""
+    drafter = DRAFTERS[name]
+    target = drafter.make(folder)
+    config = dict(drafter.config)
+    if "model" in config:
+        config["model"] = str(folder / "draft")
+    more = drafter.on_v2 if on_v2 else {}
+    ask = partial(texts, target, drafter)
+    try:
+        appended, counts = ask(config | APPEND | more)
+    except SpecPlusConfigError:
+        verified, _ = ask(config | STOCK_SLOTS | {"verify_strategy": "target_match"})
+        plain, _ = ask(None)
+        return REFUSED if verified == plain else f"fails: {verified}, without speculation {plain}"
+    except ValidationError as error:
+        return REFUSED_BY_VLLM if words(error) == refusal(ask, config | STOCK_SLOTS) else f"fails: {error}"
+    for source in ("model", "ngram"):
+        assert sum(counts["drafted"][source]) > 0
+    if drafter.differs_in_vllm:
+        return as_stock(ask, config)
+    # Else it would show little.
+    assert sum(map(sum, counts["accepted"].values())) > 0
+    chosen, _ = ask(config | ADAPTIVE | more)
+    plain, _ = ask(None)
+    assert all(len(set(text)) > 1 for text in plain)
+    return WORKS if appended == chosen == plain else f"fails: {appended}, {chosen}, without speculation {plain}"
+
+
+Ask = Callable[[dict[str, Any] | None], tuple[list[list[int]], dict[str, Any]]]
+
+
+def as_stock(ask: Ask, config: dict[str, Any]) -> str:
+    """The cell of a drafter whose texts vLLM itself changes once a draft is accepted.
+
+    A hybrid with the slots of vLLM's own, all of which the model fills, makes the same steps.
+    """
+    stock, _ = ask(config | STOCK_SLOTS)
+    filled, _ = ask(config | APPEND | STOCK_SLOTS | {"verify_strategy": "target_match"})
+    plain, _ = ask(None)
+    assert stock != plain
+    return AS_STOCK if filled == stock else f"fails: {filled}, vLLM {stock}"
+
+
+def refusal(ask: Ask, config: dict[str, Any]) -> list[str]:
+    """The words in which vLLM refuses a config without plugin keys."""
+    with pytest.raises(ValidationError) as error:
+        ask(config)
+    return words(error.value)
+
+
+def words(error: ValidationError) -> list[str]:
+    return [problem["msg"] for problem in error.errors()]
+
+
+def texts(target: Path, drafter: Drafter, config: dict[str, Any] | None) -> tuple[list[list[int]], dict[str, Any]]:
+    """The texts of `FEW` and the worker's counts, which are empty without plugin keys that draft."""
+    with engine(target, config, **drafter.engine) as e:
+        found = e.tokens(FEW, max_tokens=24)
+        is_hybrid = config is not None and "mtp_strategy" in config
+        return found, stats(e) if is_hybrid else {}
+
+
+def cells(column: str) -> dict[str, str]:
+    """The cells of one column of the section "Drafters" of docs/features.md, by drafter."""
+    _, _, section = (Path(__file__).parents[2] / "docs" / "features.md").read_text().partition("\n## Drafters\n")
+    table = section.partition("\n| ")[2].partition("\n\n")[0].splitlines()
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    return {row[0]: row[header.index(column)] for row in rows}
