@@ -8,6 +8,7 @@ from tests.e2e.engines import speculative, target
 from tests.e2e.pd import check_hybrid, check_texts, one_engine, started
 
 
+@pytest.mark.every_version
 def test_hybrid(trained: Path, draft: Path, tmp_path: Path) -> None:
     check_hybrid(trained, speculative("mtp_ngram", draft), tmp_path)
 
