@@ -1,8 +1,9 @@
 """A proxy in front of a prefill server and a decode server, both started by `vllm serve`.
 
-A completion goes to the prefill server first, for one token, so that its KV cache lies where the decode server finds
-it. Then it goes to the decode server as it came, and what that server answers goes to the client. All other requests
-go to the decode server alone.
+A completion goes to the prefill server first, for one token. NixlConnector says in that answer where the KV cache lies;
+ExampleConnector finds it by the prompt. Then the completion goes to the decode server, as it came but for that place.
+The client gets that server's answer. An answer has one place, so requests with several prompts or choices go to the
+decode server alone. So do all other requests.
 """
 
 import json
@@ -17,8 +18,10 @@ from starlette.routing import Route
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 METHODS = ("GET", "POST", "PUT", "DELETE")
-# They do not go with one token, no stream and one choice.
-NOT_FOR_PREFILL = ("max_completion_tokens", "min_tokens", "n", "stream_options")
+# They do not go with one token and no stream.
+NOT_FOR_PREFILL = ("max_completion_tokens", "min_tokens", "stream_options")
+# Where a KV cache lies, in vLLM's requests and answers.
+PLACE = "kv_transfer_params"
 # They belong to one connection, and the clients set them anew.
 OF_A_CONNECTION = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding")
 
@@ -28,38 +31,47 @@ def create_app(prefill: httpx.AsyncClient, decode: httpx.AsyncClient) -> Starlet
 
     async def handle(request: Request) -> Response:
         body = await request.body()
-        if request.url.path in COMPLETIONS:
-            refusal = await _prefill(prefill, request, body)
-            if refusal is not None:
-                return refusal
+        fields = _completion(request.url.path, body)
+        if fields is not None:
+            answer = await _prefill(prefill, request, fields)
+            if not answer.is_success:
+                return Response(answer.content, answer.status_code, _passed_on(answer.headers))
+            place = answer.json().get(PLACE)
+            if place:
+                body = json.dumps(fields | {PLACE: place}).encode()
         return await _decode(decode, request, body)
 
     return Starlette(routes=[Route("/{path:path}", handle, methods=list(METHODS))])
 
 
-def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for the prefill server: the same, but for one token and no stream."""
-    kept = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL}
-    return kept | {"max_tokens": 1, "stream": False}
-
-
-async def _prefill(client: httpx.AsyncClient, request: Request, body: bytes) -> Response | None:
-    """Fill the KV cache of a request's prompt; what the client gets if that fails, otherwise None."""
+def _completion(path: str, body: bytes) -> dict[str, Any] | None:
+    """The fields of a completion with one prompt and one choice; None if it is anything else."""
     try:
-        fields = json.loads(body)
+        fields = json.loads(body) if path in COMPLETIONS else None
     except ValueError:
         fields = None
-    if not isinstance(fields, dict):
-        # The decode server says what is wrong with it.
+    # The decode server says what is wrong with other bodies.
+    if not isinstance(fields, dict) or fields.get("n") not in (None, 1):
         return None
+    prompt = fields.get("prompt")
+    # A list of numbers is one prompt.
+    has_several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return None if has_several else fields
+
+
+def prefill_body(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The request for the prefill server: the same, but for one token and no stream."""
+    kept = {key: value for key, value in fields.items() if key not in NOT_FOR_PREFILL}
+    return kept | {"max_tokens": 1, "stream": False, PLACE: {"do_remote_decode": True}}
+
+
+async def _prefill(client: httpx.AsyncClient, request: Request, fields: Mapping[str, Any]) -> httpx.Response:
+    """Fill the KV cache of a request's prompt; the prefill server's answer."""
     headers = {**_passed_on(request.headers), "content-type": "application/json"}
     try:
-        answer = await client.post(request.url.path, content=json.dumps(prefill_body(fields)), headers=headers)
+        return await client.post(request.url.path, content=json.dumps(prefill_body(fields)), headers=headers)
     except httpx.HTTPError as error:
-        return JSONResponse(_failure("prefill", error), 502)
-    if answer.is_success:
-        return None
-    return Response(answer.content, answer.status_code, _passed_on(answer.headers))
+        return httpx.Response(502, json=_failure("prefill", error))
 
 
 async def _decode(client: httpx.AsyncClient, request: Request, body: bytes) -> Response:

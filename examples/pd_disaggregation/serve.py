@@ -3,7 +3,8 @@
     python examples/pd_disaggregation/serve.py MODEL --speculative-config '{...}' [options of vllm serve]
 
 Both servers have the same options, so the draft model's KV cache is filled by the first one too. They hand the caches
-over in a folder, by vLLM's ExampleConnector. docs/deployment.md says what it asks for.
+over in a folder, by vLLM's ExampleConnector, or from memory to memory with `--connector NixlConnector`.
+docs/deployment.md says what each asks for.
 """
 
 import argparse
@@ -19,12 +20,16 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import httpx
 import uvicorn
 from proxy import create_app
 
+EXAMPLE, NIXL = "ExampleConnector", "NixlConnector"
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+# Where NIXL's agents find each other.
+NIXL_PORTS = {"prefill": "5600", "decode": "5601"}
 HOST = "127.0.0.1"
 
 
@@ -32,7 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--port", type=int, default=8000, help="the proxy's")
-    parser.add_argument("--shared-folder", help="where the caches are handed over; a temporary folder otherwise")
+    parser.add_argument("--connector", choices=(EXAMPLE, NIXL), default=EXAMPLE, help="(default: %(default)s)")
+    parser.add_argument("--shared-folder", help=f"of {EXAMPLE}, where the caches lie; a temporary folder otherwise")
     for role, port in (("prefill", 8100), ("decode", 8200)):
         parser.add_argument(f"--{role}-port", type=int, default=port)
         parser.add_argument(
@@ -49,8 +55,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shared = args.shared_folder or folder
         with (
-            _server("prefill", args.model, args.prefill_port, args.prefill_env, shared, options) as prefill,
-            _server("decode", args.model, args.decode_port, args.decode_env, shared, options) as decode,
+            _server("prefill", args, shared, options) as prefill,
+            _server("decode", args, shared, options) as decode,
         ):
             for process, port in ((prefill, args.prefill_port), (decode, args.decode_port)):
                 _wait_until_healthy(process, port)
@@ -59,22 +65,29 @@ def main() -> None:
                 asyncio.run(_run_proxy(args.prefill_port, args.decode_port, listener))
 
 
+def _transfer(connector: str, role: str, shared: str) -> dict[str, Any]:
+    """The KV transfer config of a server."""
+    transfer: dict[str, Any] = {"kv_connector": connector, "kv_role": ROLES[role]}
+    if connector == EXAMPLE:
+        transfer["kv_connector_extra_config"] = {"shared_storage_path": shared}
+    return transfer
+
+
 @contextmanager
 def _server(
-    role: str, model: str, port: int, environment: Sequence[str], shared: str, options: Sequence[str]
+    role: str, args: argparse.Namespace, shared: str, options: Sequence[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a server, and stop it at the end."""
-    transfer = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": ROLES[role],
-        "kv_connector_extra_config": {"shared_storage_path": shared},
-    }
-    command = ["vllm", "serve", model, "--host", HOST, "--port", str(port), "--block-size", "32"]
-    # The connector hands over whole prompts alone, so none is computed in parts or taken from a cache.
-    command += ["--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
-    command += ["--kv-transfer-config", json.dumps(transfer), *options]
+    port, environment = str(vars(args)[f"{role}_port"]), vars(args)[f"{role}_env"]
+    command = ["vllm", "serve", args.model, "--host", HOST, "--port", port]
+    command += ["--kv-transfer-config", json.dumps(_transfer(args.connector, role, shared))]
+    if args.connector == EXAMPLE:
+        # It hands over whole prompts alone, so none is computed in parts or taken from a cache.
+        command += ["--block-size", "32", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
+    command += options
     variables = dict(entry.split("=", 1) for entry in environment)
-    environ = {"VLLM_PLUGINS": "specplus", **os.environ, **variables}
+    defaults = {"VLLM_PLUGINS": "specplus", "VLLM_NIXL_SIDE_CHANNEL_PORT": NIXL_PORTS[role]}
+    environ = {**defaults, **os.environ, **variables}
     process = subprocess.Popen(command, env=environ, start_new_session=True)
     print(f"{role} server: process {process.pid}, http://{HOST}:{port}", flush=True)
     try:

@@ -1,4 +1,4 @@
-"""The drafts of each worker of an engine, which all of them have to make alike."""
+"""What each worker of an engine drafts, chooses and runs, on which all of them have to agree."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +8,12 @@ from vllm.distributed.parallel_state import get_tp_group
 from tests.e2e.engines import Engine
 from vllm_specplus.proposers.costs import Costs
 
+# Requests that are sampled: by noise of their own, and by the engine's.
+SAMPLED: list[dict[str, Any]] = [{"temperature": 0.9, "top_p": 0.95, "seed": 11}, {"temperature": 0.9}]
+
 
 def record_drafts(worker: Any) -> None:
-    """Run in a worker: keep the drafts of each step from now on."""
+    """Run in a worker that drafts: keep the drafts of each step from now on."""
     runner = worker.model_runner
     drafter = getattr(runner, "speculator", None) or runner.drafter
     propose, worker.drafts = drafter.propose, []
@@ -37,11 +40,44 @@ def measure_otherwise(worker: Any, shares_prices: bool) -> None:
         prices._group = SimpleNamespace(world_size=1)
 
 
-def recorded_drafts(worker: Any) -> list[list[list[int]]]:
-    """Run in a worker: the drafts of each step, by request."""
-    return worker.drafts
+def record_choices(worker: Any) -> None:
+    """Run in a worker that samples: keep the tokens that it chooses in each step from now on."""
+    runner, worker.choices = worker.model_runner, []
+    on_v2 = worker.use_v2_model_runner
+    name = "sample" if on_v2 else "_sample"
+    sample = getattr(runner, name)
+
+    def sample_and_record(*args: Any) -> Any:
+        found = sample(*args)
+        rows = (found[0] if on_v2 else found).sampled_token_ids.tolist()
+        # V1 ends each row with -1.
+        lengths = found[1].tolist() if on_v2 else [len(row) - row.count(-1) for row in rows]
+        worker.choices.append([row[:length] for row, length in zip(rows, lengths, strict=True)])
+        return found
+
+    setattr(runner, name, sample_and_record)
 
 
-def drafts_of_workers(e: Engine) -> list[list[list[list[int]]]]:
-    """The drafts of each worker, by step and request, after `record_drafts`."""
-    return e.llm.collective_rpc(recorded_drafts)
+def record_inputs(worker: Any) -> None:
+    """Run in a worker of Model Runner V2: keep the tokens that each step runs from now on, drafts among them."""
+    runner, worker.inputs = worker.model_runner, []
+    execute = runner.execute_model
+
+    def execute_and_record(*args: Any, **kwargs: Any) -> Any:
+        output = execute(*args, **kwargs)
+        state = runner.execute_model_state
+        if state is not None:
+            worker.inputs.append(state.input_batch.input_ids[: state.input_batch.num_tokens].tolist())
+        return output
+
+    runner.execute_model = execute_and_record
+
+
+def recorded(worker: Any, what: str) -> Any:
+    """Run in a worker: what it has recorded."""
+    return getattr(worker, what)
+
+
+def of_workers(e: Engine, what: str) -> list[Any]:
+    """What each worker has recorded: "drafts", "choices" or "inputs"."""
+    return e.llm.collective_rpc(recorded, args=(what,))

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "pd_disaggregation"))
-from proxy import create_app, prefill_body
+from proxy import PLACE, create_app, prefill_body
 
 Respond = Callable[[httpx.Request], httpx.Response]
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -29,6 +29,7 @@ ALL_FIELDS = {
     "aux_info": True,
     "spec_tokens": 2,
 }
+OF_PREFILL = {"max_tokens": 1, "stream": False, PLACE: {"do_remote_decode": True}}
 
 
 class Pd:
@@ -88,9 +89,9 @@ def fails(request: httpx.Request) -> httpx.Response:
 
 
 def test_the_prefill_server_makes_one_token() -> None:
-    body = {"prompt": "a", "max_tokens": 9, "max_completion_tokens": 9, "min_tokens": 4, "n": 3, "seed": 1}
+    body = {"prompt": "a", "max_tokens": 9, "max_completion_tokens": 9, "min_tokens": 4, "seed": 1}
     asked = prefill_body(body | {"stream": True, "stream_options": {"include_usage": True}, "aux_info": True})
-    assert asked == {"prompt": "a", "max_tokens": 1, "stream": False, "seed": 1, "aux_info": True}
+    assert asked == {"prompt": "a", "seed": 1, "aux_info": True} | OF_PREFILL
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
@@ -103,7 +104,7 @@ def test_a_completion_goes_to_both(path: str) -> None:
     got = pd.ask("POST", f"{path}?a=b", content=body, headers=headers)
     assert (got.status_code, got.content, got.headers["x-of-server"]) == (200, answer.content, "1")
     (prefilled,), (decoded,) = pd.at_prefill, pd.at_decode
-    assert json.loads(prefilled.content) == ALL_FIELDS | {"max_tokens": 1, "stream": False}
+    assert json.loads(prefilled.content) == ALL_FIELDS | OF_PREFILL
     assert decoded.content == body
     assert str(decoded.url) == f"http://server{path}?a=b"
     for request in (prefilled, decoded):
@@ -111,6 +112,30 @@ def test_a_completion_goes_to_both(path: str) -> None:
         assert request.headers["authorization"] == "Bearer key"
         assert request.headers["host"] == "server"
         assert request.headers["content-type"] == "application/json"
+
+
+def test_the_decode_server_is_told_where_the_cache_lies() -> None:
+    place = {"do_remote_prefill": True, "remote_block_ids": [[3, 4]], "remote_host": "h"}
+    pd = Pd(prefill=lambda request: httpx.Response(200, json={"choices": [], PLACE: place}))
+    pd.ask("POST", TEXT, json=ALL_FIELDS)
+    (decoded,) = pd.at_decode
+    assert json.loads(decoded.content) == ALL_FIELDS | {PLACE: place}
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a", "b"]}, {"prompt": [[1, 2], [3]]}])
+def test_several_prompts_or_choices_are_of_the_decode_server(fields: dict[str, Any]) -> None:
+    """The prefill server's answer has one place, so the others would get a wrong cache."""
+    pd = Pd()
+    pd.ask("POST", TEXT, json=ALL_FIELDS | fields)
+    assert not pd.at_prefill
+    assert json.loads(pd.at_decode[0].content) == ALL_FIELDS | fields
+
+
+@pytest.mark.parametrize("fields", [{"n": 1}, {"n": None}, {"prompt": ["a"]}, {"prompt": [1, 2]}, {"prompt": [[1, 2]]}])
+def test_one_prompt_and_one_choice_go_to_both(fields: dict[str, Any]) -> None:
+    pd = Pd()
+    pd.ask("POST", TEXT, json=ALL_FIELDS | fields)
+    assert len(pd.at_prefill) == len(pd.at_decode) == 1
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/specplus/stats"), ("POST", "/tokenize")])

@@ -2,48 +2,85 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.engines import PROMPTS, engine
 from tests.e2e.faults import FAULTY, OTHERS, fail_in_worker
-from tests.e2e.parallel import drafts_of_workers, measure_otherwise, record_drafts
+from tests.e2e.parallel import SAMPLED, measure_otherwise, of_workers, record_choices, record_drafts
 from tests.e2e.references import ask, asking, config_of
+
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.fixture(autouse=True)
+def a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
 
 
 # Without a draft model, since its passes would wait for the other worker's for ever.
 @pytest.mark.parametrize(
     ("proposer", "shares_prices"), [("mtp_suffix", True), pytest.param("suffix", False, marks=pytest.mark.slow)]
 )
-def test_all_workers_draft_alike(
-    proposer: str, shares_prices: bool, trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_workers_draft_alike(proposer: str, shares_prices: bool, trained: Path, draft: Path) -> None:
     """Each worker chooses for itself, by the first one's clock. By their own clocks they would choose otherwise."""
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
     with engine(trained) as e:
         texts = e.tokens(PROMPTS[:4])
-    config = config_of(proposer, draft, adaptive=True)
-    with engine(trained, config, tensor_parallel_size=2, distributed_executor_backend="mp") as e:
+    config = config_of(proposer, draft, adaptive=True, verify_strategy="target_match")
+    with engine(trained, config, **TWO) as e:
         e.llm.collective_rpc(measure_otherwise, args=(shares_prices,))
         e.llm.collective_rpc(record_drafts)
         assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=48) == texts * 2
         first, last = e.llm.collective_rpc("specplus_stats")
         assert (first == last) == shares_prices
         assert sum(first["accepted"]["reference"]) > 0
-        drafts, drafts_of_last = drafts_of_workers(e)
+        drafts, drafts_of_last = of_workers(e, "drafts")
         assert len(drafts) > 10
         assert (drafts == drafts_of_last) == shares_prices
 
 
-def test_a_fault_of_all_workers_costs_no_text(trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+@pytest.mark.parametrize(
+    ("proposer", "more"),
+    [
+        ("mtp_ngram", {"verify_strategy": "topp"}),
+        pytest.param("mtp_ngram", {}, marks=pytest.mark.slow),
+        pytest.param("mtp_ngram", {"verify_strategy": "greedy"}, marks=pytest.mark.slow),
+        pytest.param("suffix", {"verify_strategy": "target_match"}, marks=pytest.mark.slow),
+        pytest.param(
+            "mtp_ngram",
+            {"verify_strategy": "rejection", "draft_sample_method": "probabilistic", "adaptive": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("naive", {"verify_strategy": "topp"}, marks=pytest.mark.slow),
+    ],
+)
+def test_all_workers_choose_alike(proposer: str, more: dict[str, Any], trained: Path, draft: Path) -> None:
+    """Each worker verifies for itself: with references and without, greedy, with a seed, and without one."""
+    with engine(trained) as e:
+        texts = e.tokens(PROMPTS[:4])
+    with engine(trained, config_of(proposer, draft, **more), **TWO) as e:
+        e.llm.collective_rpc(record_drafts)
+        e.llm.collective_rpc(record_choices)
+        assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=48) == texts * 2
+        for sampling in SAMPLED:
+            ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=48, **sampling)
+        first, last = e.llm.collective_rpc("specplus_stats")
+        assert first == last
+        assert sum(first["accepted"]["reference"]) > 0
+        assert sum(map(sum, first["accepted"].values())) == e.counts().accepted
+        for what in ("drafts", "choices"):
+            of_first, of_last = of_workers(e, what)
+            assert len(of_first) > 20
+            assert of_first == of_last
+
+
+def test_a_fault_of_all_workers_costs_no_text(trained: Path, draft: Path) -> None:
     prompts = [*OTHERS, FAULTY]
     with engine(trained) as e:
         texts = ask(e, prompts, [{}] * 5, max_tokens=48)
-    config = config_of("mtp_suffix", draft, adaptive=True)
-    with engine(trained, config, tensor_parallel_size=2, distributed_executor_backend="mp") as e:
+    with engine(trained, config_of("mtp_suffix", draft, adaptive=True), **TWO) as e:
         e.llm.collective_rpc(fail_in_worker)
         for _ in range(2):
             assert ask(e, prompts, [{}] * 5, max_tokens=48) == texts

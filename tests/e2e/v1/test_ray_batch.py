@@ -31,7 +31,7 @@ for row in ROWS[::3]:
     row["prediction"] = "+ b\n\ndef mul(a, b):\n    return a * b\n"
 NUM_TOKENS = 200
 BATCH_SIZE = 2
-SAMPLING = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+SAMPLING = {"temperature": 0, "ignore_eos": True}
 ENGINE = {
     "max_model_len": 512,
     "max_num_seqs": 2,
@@ -77,9 +77,13 @@ class Run:
 
 
 @contextmanager
-def started(model: Path, prompts: Path, results: Path, log: Path) -> Iterator[Run]:
+def started(
+    model: Path, prompts: Path, results: Path, log: Path, *, num_tokens: int = NUM_TOKENS, num_workers: int = 2
+) -> Iterator[Run]:
     command = [sys.executable, EXAMPLES / "ray_batch.py", model, prompts, results, "--batch-size", str(BATCH_SIZE)]
-    for option, value in (("sampling-params", SAMPLING), ("engine-args", ENGINE), ("ray", RAY)):
+    command += ["--workers", str(num_workers)]
+    sampling = SAMPLING | {"max_tokens": num_tokens}
+    for option, value in (("sampling-params", sampling), ("engine-args", ENGINE), ("ray", RAY)):
         command += [f"--{option}", json.dumps(value)]
     environment = ray_environment() | {"VLLM_LOGGING_LEVEL": "INFO"}
     with log.open("w") as out:
@@ -96,6 +100,28 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     while alive(processes) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive(processes)
+
+
+def check_rows(model: Path, rows: list[dict[str, Any]], results: Path, num_tokens: int) -> None:
+    """Each row has come once, with the text of plain vLLM."""
+    found = [row for file in results.glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    assert Counter(row["id"] for row in found) == Counter(range(len(rows)))
+    with engine(model) as e:
+        plain = e.generate([list(row["prompt"].encode()) for row in rows], max_tokens=num_tokens)
+    expected = {
+        number: (row["prompt"], output.outputs[0].text, num_tokens)
+        for number, (row, output) in enumerate(zip(rows, plain, strict=True))
+    }
+    assert {row["id"]: (row["prompt"], row["text"], row["num_tokens"]) for row in found} == expected
+
+
+def test_all_rows_are_answered(trained: Path, tmp_path: Path) -> None:
+    prompts, results, rows, num_tokens = tmp_path / "prompts.jsonl", tmp_path / "results", ROWS[:8], 24
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with started(trained, prompts, results, tmp_path / "log", num_tokens=num_tokens, num_workers=1) as run:
+        assert run.process.wait(SECONDS) == 0, run.log()[-4000:]
+    assert "8 of 8 rows" in run.log()
+    check_rows(trained, rows, results, num_tokens)
 
 
 @pytest.mark.slow
@@ -126,16 +152,7 @@ def test_no_row_is_lost_or_doubled(trained: Path, tmp_path: Path) -> None:
     assert "A worker died or was killed while executing a task" in run.log()
     assert "SpecDecoding metrics" in run.log()
     assert {file: file.stat().st_mtime_ns for file in first} == first
-
-    found = [row for file in results.glob("*.parquet") for row in pq.read_table(file).to_pylist()]
-    assert Counter(row["id"] for row in found) == Counter(range(len(ROWS)))
-    with engine(trained) as e:
-        plain = e.generate([list(row["prompt"].encode()) for row in ROWS], max_tokens=NUM_TOKENS)
-    expected = {
-        number: (row["prompt"], output.outputs[0].text, NUM_TOKENS)
-        for number, (row, output) in enumerate(zip(ROWS, plain, strict=True))
-    }
-    assert {row["id"]: (row["prompt"], row["text"], row["num_tokens"]) for row in found} == expected
+    check_rows(trained, ROWS, results, NUM_TOKENS)
 
 
 def test_what_comes_twice_is_saved_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.engines import engine
 from tests.e2e.faults import FAULTY, fail_in_worker
-from tests.e2e.parallel import drafts_of_workers, measure_otherwise, record_drafts
+from tests.e2e.parallel import SAMPLED, measure_otherwise, of_workers, record_choices, record_drafts, record_inputs
 from tests.e2e.references import ask, asking, config_of
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from vllm_specplus.proposers.costs import StepTimes
@@ -23,15 +23,33 @@ def a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
 
 
+TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
+
+
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("proposer", "more", "start", "parallel"),
     [
-        pytest.param("mtp_suffix", {}, engine, "tensor_parallel_size", marks=pytest.mark.slow),
-        ("mtp_suffix", {"adaptive": True}, engine, "tensor_parallel_size"),
-        pytest.param("mtp_ngram", {"adaptive": True}, async_engine, "tensor_parallel_size", marks=pytest.mark.slow),
-        ("mtp_ngram", {"adaptive": True}, partial(async_engine, chooses_widths=True), "tensor_parallel_size"),
+        slow("mtp_suffix", {"verify_strategy": "greedy"}, engine, TENSOR),
+        ("mtp_suffix", {"adaptive": True, "verify_strategy": "topp"}, engine, TENSOR),
+        slow("mtp_ngram", {"adaptive": True}, async_engine, TENSOR),
+        (
+            "mtp_ngram",
+            {"adaptive": True, "verify_strategy": "rejection"},
+            partial(async_engine, chooses_widths=True),
+            TENSOR,
+        ),
+        slow("suffix", {"verify_strategy": "target_match"}, engine, TENSOR),
+        slow("suffix", {"adaptive": True}, async_engine, TENSOR),
         # With synchronous scheduling vLLM cannot draft in a pipeline.
-        ("mtp_ngram", {}, async_engine, "pipeline_parallel_size"),
+        ("mtp_ngram", {"verify_strategy": "target_match"}, async_engine, PIPELINE),
+        slow("mtp_ngram", {"adaptive": True, "verify_strategy": "topp"}, async_engine, PIPELINE),
+        slow("mtp_suffix", {"verify_strategy": "greedy"}, async_engine, PIPELINE),
+        slow("suffix", {"verify_strategy": "rejection"}, async_engine, PIPELINE),
+        slow("mtp_ngram", {}, async_engine, PIPELINE),
     ],
 )
 def test_two_workers(
@@ -43,6 +61,7 @@ def test_two_workers(
     draft: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Both run the same drafts and choose the same tokens: greedy with references and without, and sampled."""
     # Under the interpreter a slot takes as long as a step.
     add = StepTimes.add
     monkeypatch.setattr(StepTimes, "add", lambda self, tokens, reqs, time: add(self, tokens, reqs, 1 + 0.02 * tokens))
@@ -50,19 +69,27 @@ def test_two_workers(
         texts = tokens(e)
     two = {parallel: 2, "distributed_executor_backend": "mp"}
     with start(trained, config_of(proposer, draft, **more), **two) as e:
-        if parallel == "tensor_parallel_size":
+        e.llm.collective_rpc(record_inputs)
+        if parallel == TENSOR:
             e.llm.collective_rpc(record_drafts)
+            e.llm.collective_rpc(record_choices)
         if more.get("adaptive"):
             e.llm.collective_rpc(measure_otherwise, args=(True,))
         assert ask(e, FEW * 2, asking(texts), max_tokens=20) == texts * 2
+        for sampling in SAMPLED:
+            ask(e, FEW[:2], asking(texts)[:2], max_tokens=8, **sampling)
         first, last = e.llm.collective_rpc("specplus_stats")
         assert sum(last["accepted"]["reference"]) > 0
-        if parallel == "tensor_parallel_size":
-            # Each worker drafts for itself, and all must draft the same.
+        inputs, inputs_of_last = of_workers(e, "inputs")
+        assert len(inputs) > 10
+        assert inputs == inputs_of_last
+        if parallel == TENSOR:
+            # Each worker drafts and verifies for itself, and all must do the same.
             assert first == last
-            drafts, drafts_of_last = drafts_of_workers(e)
-            assert len(drafts) > 5
-            assert drafts == drafts_of_last
+            for what in ("drafts", "choices"):
+                of_first, of_last = of_workers(e, what)
+                assert len(of_first) > 10
+                assert of_first == of_last
             # With asynchronous scheduling vLLM leaves out the steps that it throws away.
             if start is engine:
                 assert sum(map(sum, first["accepted"].values())) == e.counts().accepted
@@ -79,7 +106,7 @@ def test_workers_that_do_not_agree_on_prices_draft_otherwise(trained: Path) -> N
         e.llm.collective_rpc(record_drafts)
         e.llm.collective_rpc(measure_otherwise, args=(False,))
         tokens(e, FEW[:1], max_tokens=4)
-        drafts, drafts_of_last = drafts_of_workers(e)
+        drafts, drafts_of_last = of_workers(e, "drafts")
     assert drafts != drafts_of_last
 
 
