@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vllm_specplus"
 # docs/migration.md names the files of other systems.
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "migration.md"})
-MOST_ARGUMENTS = 18
+MOST_ARGUMENTS = 19
 MOST_LINES = 330
 
 

@@ -1,6 +1,6 @@
 """Checkpoints beside the tiny models: a LoRA adapter of the trained one, and a model that hears.
 
-vLLM's models of images need torchvision, which a CPU's environment does not have.
+Most of vLLM's models of images need torchvision, which a CPU's environment does not have.
 """
 
 import json

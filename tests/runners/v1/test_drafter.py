@@ -71,7 +71,9 @@ def test_a_fault_in_the_rows_costs_the_drafts(is_adaptive: bool, fails: bool, mo
         _faults=Faults(logs=False),
         _tracker=SimpleNamespace(put_references_first=lambda *args: None, prices=prices),
         _history=SimpleNamespace(
-            req_ids=lambda number: ["a"], requests_with_state=list, write_and_read=lambda *args: (None, None)
+            req_ids=lambda number: ["a"],
+            drop_idle_state=lambda retain: None,
+            write_and_read=lambda *args: (None, None),
         ),
         _drafter=Adaptive()
         if is_adaptive
