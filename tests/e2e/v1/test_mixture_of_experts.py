@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.drafters import ADAPTIVE, APPEND, MTP
 from tests.e2e.engines import PROMPTS, engine, marked
 from tests.e2e.families import make_family
-from tests.e2e.parallel import drafts_of_workers, record_drafts
+from tests.e2e.parallel import of_workers, record_drafts
 from tests.e2e.references import ask, asking
 
 MAX_TOKENS = 16
@@ -48,5 +48,5 @@ def test_two_workers(name: str, mixture: Path, plain: list[list[int]], monkeypat
         first, last = e.llm.collective_rpc("specplus_stats")
         assert first == last
         assert sum(first["accepted"]["reference"]) > 0
-        drafts, drafts_of_last = drafts_of_workers(e)
+        drafts, drafts_of_last = of_workers(e, "drafts")
         assert drafts == drafts_of_last
