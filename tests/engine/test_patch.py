@@ -181,6 +181,7 @@ def test_the_carrier_of_a_method_brings_no_warning(
 ) -> None:
     """vLLM calls its custom class experimental; a user who asked for `ngram` never heard of one."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    create(tiny, dict(NGRAM))  # in its first call vLLM sets its logging up anew, without this handler
     vllm_logger = logging.getLogger(SpeculativeConfig.__module__)
     vllm_logger.addHandler(caplog.handler)
     try:
