@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import vllm.logger
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -182,6 +183,7 @@ def test_the_carrier_of_a_method_brings_no_warning(
     """vLLM calls its custom class experimental; a user who asked for `ngram` never heard of one."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     create(tiny, dict(NGRAM))  # in its first call vLLM sets its logging up anew, without this handler
+    vllm.logger._print_warning_once.cache_clear()  # it says a line once in a process
     vllm_logger = logging.getLogger(SpeculativeConfig.__module__)
     vllm_logger.addHandler(caplog.handler)
     try:
