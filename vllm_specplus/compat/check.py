@@ -78,7 +78,7 @@ def problem_of(root: Path, seam: Seam) -> str | None:
     """What the vLLM under ``root`` lacks of a seam; None if it has all."""
     node = _find(root, seam)
     if isinstance(node, str):
-        return node
+        return None if seam.may_be_gone else node
     if seam.parameters:
         if not isinstance(node, _Function):
             return f"{seam} is not a function any more ({seam.why})"

@@ -16,6 +16,7 @@ class Seam:
         parameters: parameters of the function that the plugin passes by name, or takes by name in its place.
         is_exact: the function has these parameters alone, in this order, since the plugin's own takes its place or
             the plugin passes them by position.
+        may_be_gone: a release without the name offers no configuration that needs it.
     """
 
     module: str
@@ -23,6 +24,7 @@ class Seam:
     why: str
     parameters: tuple[str, ...] = ()
     is_exact: bool = False
+    may_be_gone: bool = False
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}"
@@ -322,13 +324,16 @@ WORKER_SEAMS = (
 V1_SEAMS = (
     *(
         Seam(_V1, name, "replaced by a hybrid subclass while the runner is built")
-        for name in ("EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer", "DraftModelProposer", "MedusaProposer")
+        for name in ("EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer", "DraftModelProposer")
     ),
+    # vLLM 0.33 has no Medusa.
+    Seam(_V1, "MedusaProposer", "replaced by a hybrid subclass while the runner is built", may_be_gone=True),
     Seam(
         "vllm.v1.spec_decode.medusa",
         "MedusaProposer.propose",
         "extended: joins its drafts with others",
         ("num_speculative_tokens",),
+        may_be_gone=True,
     ),
     Seam(_V1, "create_custom_proposer", "replaced by the plugin's own drafter"),
     Seam(

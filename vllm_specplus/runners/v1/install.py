@@ -21,7 +21,7 @@ _MODEL_PROPOSERS = (
     "Gemma4Proposer",
     "Step3p5MTPProposer",
     "DraftModelProposer",
-    "MedusaProposer",
+    "MedusaProposer",  # not in vLLM 0.33
 )
 
 
@@ -30,7 +30,8 @@ def plugin_classes_installed(options: SpecPlusOptions) -> Iterator[None]:
     """Rebind names in vLLM's runner module to the plugin's classes while the block builds the runner."""
     names: dict[str, Any] = {}
     if options.is_hybrid:
-        names |= {name: hybrid_class(getattr(gpu_model_runner, name)) for name in _MODEL_PROPOSERS}
+        proposers = {name: getattr(gpu_model_runner, name, None) for name in _MODEL_PROPOSERS}
+        names |= {name: hybrid_class(proposer) for name, proposer in proposers.items() if proposer is not None}
     if options.verify_strategy is not None:
         names |= {"Sampler": StrategySampler, "RejectionSampler": StrategyRejectionSampler}
     if options.method in HISTORY_METHODS:
