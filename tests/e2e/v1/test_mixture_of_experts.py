@@ -38,7 +38,7 @@ def plain(mixture: Path) -> list[list[int]]:
         return e.tokens(PROMPTS[:4], max_tokens=MAX_TOKENS)
 
 
-@pytest.mark.parametrize("name", marked(CONFIGS, (), slow=("append", "suffix")))
+@pytest.mark.parametrize("name", marked(CONFIGS, (), slow=CONFIGS))
 def test_two_workers(name: str, mixture: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
