@@ -116,6 +116,13 @@ def check_texts(
     assert pd.decode.metric("vllm:external_prefix_cache_hits_total") == sum(map(handed_over, PROMPTS))
 
 
+def check_same_text(model: Path, config: dict[str, Any], folder: Path, **sampling: Any) -> None:
+    """The pair gives the text of one engine, in as many steps."""
+    expected = one_engine(model, config, **sampling)
+    with started(model, config, folder) as pd:
+        check_texts(pd, expected, **sampling)
+
+
 def check_hybrid(
     model: Path,
     config: dict[str, Any],

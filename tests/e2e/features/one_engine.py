@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.e2e.engines import PROMPTS, Engine, engine
-from tests.e2e.features.outcomes import outcome
+from tests.e2e.features.outcomes import outcome, registered
 
 ENGINE: dict[str, Any] = {
     "enable_prefix_caching": True,
@@ -28,14 +28,7 @@ Feature = Callable[[Engine], Any]
 FEATURES: dict[str, Feature] = {}
 
 
-def feature(name: str) -> Callable[[Feature], Feature]:
-    """Register what is asked of an engine; what it returns must be the same with speculation."""
-
-    def register(ask: Feature) -> Feature:
-        FEATURES[name] = ask
-        return ask
-
-    return register
+feature = partial(registered, FEATURES)
 
 
 def sampling(name: str, **params: Any) -> None:

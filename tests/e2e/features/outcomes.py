@@ -1,13 +1,15 @@
 """What becomes of a feature, and the words for it in docs/features.md."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
 
 WORKS, REFUSED, AS_VLLM = "works", "refused by vLLM", "not in vLLM either"
 STOCK = {"method": "mtp", "num_speculative_tokens": 2}
+
+_Ask = TypeVar("_Ask")
 
 
 class Refusal(str):
@@ -20,6 +22,16 @@ class Lack(str):
     """The words of an error that is no refusal: vLLM has no such thing, or its engine has ended."""
 
     __slots__ = ()
+
+
+def registered(features: dict[str, _Ask], name: str) -> Callable[[_Ask], _Ask]:
+    """Enter what is asked under a feature's name; what it returns must be the same with speculation."""
+
+    def register(ask: _Ask) -> _Ask:
+        features[name] = ask
+        return ask
+
+    return register
 
 
 def outcome(ask: Callable[[], Any]) -> Any:

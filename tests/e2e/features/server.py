@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from json import dumps, loads
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.e2e.engines import PROMPTS
-from tests.e2e.features.outcomes import Lack, Refusal
+from tests.e2e.features.outcomes import Lack, Refusal, registered
 from vllm_specplus.requests.engine_client import has_drafter
 
 _MOST_SECONDS = 480
@@ -56,14 +57,7 @@ Feature = Callable[[Server], Awaitable[Any]]
 FEATURES: dict[str, Feature] = {}
 
 
-def feature(name: str) -> Callable[[Feature], Feature]:
-    """Register what is asked of a server; what it returns must be the same with speculation."""
-
-    def register(ask: Feature) -> Feature:
-        FEATURES[name] = ask
-        return ask
-
-    return register
+feature = partial(registered, FEATURES)
 
 
 # Whatever the model says, a call of this function is short.
