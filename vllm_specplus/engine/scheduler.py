@@ -92,8 +92,12 @@ class WidthScheduler(AsyncScheduler):
         except Exception as error:
             width = max(self._tables)
             # The message is left out, as of all faults: it might hold a client's text.
-            said = "cannot choose how many slots a step has, %s: from now on each has %d\n%s"
-            logger.error(said, type(error).__name__, width, stack_of(error))
+            logger.error(
+                "cannot choose how many slots a step has, %s: from now on each has %d\n%s",
+                type(error).__name__,
+                width,
+                stack_of(error),
+            )
             self._chooser, self.dynamic_sd_lookup = None, self._tables[width]
 
 

@@ -127,8 +127,11 @@ class LiveRequests:
             self.counts.begin(resolved.counts_key)
         if resolved.num_cut and self._warns:
             # A client chooses its request's id, with line breaks in it too.
-            said = "request %.80r: its reference is longer than the model length: %d tokens or more are cut off"
-            logger.warning(said, req_id, resolved.num_cut)
+            logger.warning(
+                "request %.80r: its reference is longer than the model length: %d tokens or more are cut off",
+                req_id,
+                resolved.num_cut,
+            )
 
     def _is_possible(self, token_ids: np.ndarray | None) -> bool:
         if token_ids is None or not len(token_ids):
