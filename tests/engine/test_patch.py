@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import pickle
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import vllm.logger
+from vllm import SamplingParams
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -21,6 +23,7 @@ from vllm_specplus.config import SpecPlusConfigError, resolve
 from vllm_specplus.engine import patch as engine
 from vllm_specplus.engine import setup
 from vllm_specplus.engine.worker import SpecPlusWorker, SpecPlusWorkerMixin
+from vllm_specplus.requests import shown_params
 from vllm_specplus.testing.tiny_model import make_random
 
 HYBRID = {"method": "mtp", "num_speculative_tokens": 3, "mtp_strategy": "with_ngram"}
@@ -274,6 +277,24 @@ def test_requests_that_are_not_checked(
     said = [line for line in log.messages if "what requests ask of vllm-specplus is ignored" in line]
     assert len(said) == (words is not None)
     assert all(words in line for line in said)
+
+
+def test_references_are_hidden_where_nothing_checks_requests(
+    tiny: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the server nor a process of its engine, to which the config travels, shows one in its log."""
+    original = getattr(SamplingParams.__repr__, shown_params._ORIGINAL, SamplingParams.__repr__)
+    params = SamplingParams(extra_args={"sp_advice_prompt": "secret"})
+    unchecked = {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
+    monkeypatch.setattr(SamplingParams, "__repr__", original)
+    config = engine_args(tiny, HYBRID, **unchecked).create_engine_config().speculative_config
+    assert "secret" not in repr(params)
+    sent = pickle.dumps(config)
+    monkeypatch.setattr(SamplingParams, "__repr__", original)
+    assert "secret" in repr(params)
+    arrived = pickle.loads(sent)
+    assert "secret" not in repr(params)
+    assert arrived.specplus == config.specplus
 
 
 def test_several_mtp_layers_on_v2(tiny: Path, tmp_path: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch) -> None:

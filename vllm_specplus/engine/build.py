@@ -8,6 +8,7 @@ from vllm_specplus.engine.setup import WORKERS, EngineSetup
 from vllm_specplus.engine.speculative_config import SpecPlusSpeculativeConfig
 from vllm_specplus.engine.widths import SCHEDULER
 from vllm_specplus.requests import check as request_check
+from vllm_specplus.requests.shown_params import hide_references
 
 logger = init_logger("vllm.specplus")
 
@@ -44,7 +45,8 @@ def set_scheduler(setup: EngineSetup) -> None:
 
 
 def set_request_check(setup: EngineSetup) -> None:
-    """Have vLLM check what requests ask of the plugin, where it can."""
+    """Have vLLM check what requests ask of the plugin, where it can, and log no reference in any case."""
+    hide_references()
     if setup.model_config.return_sampling_mask:
         logger.info("what requests ask of vllm-specplus is ignored with return_sampling_mask=True")
         return

@@ -12,6 +12,7 @@ from vllm.config.utils import config
 from vllm_specplus.config import HISTORY_METHODS, Resolved, SpecPlusOptions
 from vllm_specplus.config.errors import config_error
 from vllm_specplus.config.keys import HYBRID_METHODS
+from vllm_specplus.requests.shown_params import hide_references
 
 # A method without a draft model runs under the name of one that the model runner knows. On V1 that is vLLM's custom
 # class; on V2 it is vLLM's n-gram match on the device, which works with asynchronous scheduling.
@@ -141,6 +142,11 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
                 f"method {self.specplus.method!r}; vLLM takes it for {self.method!r}, which drafts in parallel or alone"
             )
         return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in a process of the engine, where vLLM may log what requests ask, also where nothing checks them."""
+        hide_references()
+        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         options = self.specplus
