@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, chi_squared, likeliest
-from vllm_specplus.kernels.verify import emit, judge, launch, nucleus, race, strategies
+from vllm_specplus.kernels.verify import emit, judge, launch, nucleus, race, request_stats
 from vllm_specplus.kernels.verify.arguments import Draft, draft_of
 from vllm_specplus.kernels.verify.head import sample_of_head
 from vllm_specplus.kernels.verify.noise import gumbel_noise, least_uniform
@@ -71,14 +71,14 @@ def forgets_the_draft(row, key, residual, tokens, DRAFT_LOGITS):  # noqa: N803
 @triton.jit
 def takes_one_half(seed, position):
     """Bug: a draft's probability is compared with a constant."""
-    return tl.full((), 0.5, tl.float32)
+    return (position * 0).to(tl.float32) + 0.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["rejection", "sampled drafts"])
 @pytest.mark.parametrize(
     ("module", "name", "bug"),
-    [(nucleus, "score_tokens", forgets_the_draft), (strategies, "acceptance_uniform", takes_one_half)],
+    [(nucleus, "score_tokens", forgets_the_draft), (request_stats, "acceptance_uniform", takes_one_half)],
 )
 def test_power(mode: str, module: ModuleType, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, name, bug)
@@ -92,9 +92,9 @@ def same_noise(seed, position, tokens):
 
 
 @triton.jit
-def same_uniform(seed, position, tokens):
+def same_uniform(seed, position, starts, offsets):
     """The same bug, where the noise is bounded."""
-    return least_uniform(seed & 0, position, tokens)
+    return least_uniform(seed & 0, position, starts, offsets)
 
 
 @pytest.mark.slow

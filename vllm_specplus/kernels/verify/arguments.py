@@ -112,7 +112,7 @@ class Stats(NamedTuple):
 class Groups(NamedTuple):
     """The largest logit of each `GROUP_SIZE` tokens of a row, and scratch to list groups in."""
 
-    max_ptr: torch.Tensor  # [num_rows, num_groups] float32
+    max_ptr: torch.Tensor  # [num_rows, num_groups], of the type of the logits
     list_ptr: torch.Tensor  # [num_rows, num_groups] int32
     num_groups: int
 

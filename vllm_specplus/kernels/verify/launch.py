@@ -68,6 +68,8 @@ _VECTORS = (
 )
 # With so few registers two programs fit on a multiprocessor. AMD's compiler does not know the option.
 _JUDGE_WITH_FILTERS = {"num_warps": 8} if torch.version.hip else {"num_warps": 8, "maxnreg": 128}
+# With fewer registers, as the compiler chooses, a thread's loads begin one after another.
+_RACE = {"num_warps": 4} if torch.version.hip else {"num_warps": 4, "maxnreg": 96}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Workspace:
     token_ids: torch.Tensor  # [num_reqs, max_rows] int64
     num_tokens: torch.Tensor  # [num_reqs] int32
     stats: torch.Tensor  # [num_rows, NUM_STATS, num_blocks] float32
-    group_max: torch.Tensor  # [num_rows, num_groups] float32
+    group_max: torch.Tensor  # [num_rows, num_groups] float32, or so many logits of another type
     group_list: torch.Tensor  # [num_rows, num_groups] int32
     visited: torch.Tensor  # [num_reqs, num_groups] int32
     head_tokens: torch.Tensor  # [num_rows, HEAD_SIZE] int32
@@ -164,7 +166,9 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
     sizes = _sizes(num_blocks, num_groups, _block_size(inputs.vocab_size), max_rows)
     logits, draft_logits = _logits(inputs), _draft_logits(inputs)
     rows = Rows(inputs.cu_num_rows, inputs.draft_token_ids)
-    stats, groups = Stats(w.stats, num_blocks), Groups(w.group_max, w.group_list, num_groups)
+    # Each is one of the logits, so it fits their type, and the first pass writes less.
+    group_max = w.group_max.view(inputs.logits.dtype)
+    stats, groups = Stats(w.stats, num_blocks), Groups(group_max, w.group_list, num_groups)
     output = Output(w.token_ids, w.num_tokens)
     temperature = inputs.temperature
     strategy, policy = STRATEGIES.index(inputs.strategy), POLICIES.index(inputs.policy)
@@ -230,7 +234,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         EACH_ROW=each_row,
         ALL_SLOTS=sizes.ALL_SLOTS.value,
         **of_blocks,
-        num_warps=4,
+        **_RACE,
     )
     emit_kernel[(num_reqs,)](
         logits,

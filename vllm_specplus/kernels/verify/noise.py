@@ -27,19 +27,25 @@ def _rotate_left(x, bits: tl.constexpr):
 
 
 @triton.jit
-def _mix(h, key):
-    scrambled = _rotate_left(key * _KEY_MUL_1, 15) * _KEY_MUL_2
-    return _rotate_left(h ^ scrambled, 13) * 5 + _HASH_ADD
+def _mix_product(h, product):
+    """Mix a key into a hash; `product` is the key times `_KEY_MUL_1`."""
+    return _rotate_left(h ^ (_rotate_left(product, 15) * _KEY_MUL_2), 13) * 5 + _HASH_ADD
 
 
 @triton.jit
-def _unfinished_hash(seed, position, tokens):
-    """Murmur3 of (seed, position, token) before its last step: uint32 of the shape of `tokens`, int32."""
-    h = (seed & 0).to(tl.uint32)
-    h = _mix(h, (seed & _LOW_WORD).to(tl.uint32))
-    h = _mix(h, ((seed >> 32) & _LOW_WORD).to(tl.uint32))
-    h = _mix(h, (position & _LOW_WORD).to(tl.uint32))
-    h = _mix(h, tokens.to(tl.uint32)) ^ _KEY_BYTES
+def _mix(h, key):
+    return _mix_product(h, (key & _LOW_WORD).to(tl.uint32) * _KEY_MUL_1)
+
+
+@triton.jit
+def _unfinished_hash(seed, position, products):
+    """Murmur3 of (seed, position, token) before its last step: uint32 of the shape of `products`.
+
+    Args:
+        products: uint32, each token times `_KEY_MUL_1`.
+    """
+    h = _mix(_mix(_mix((seed & 0).to(tl.uint32), seed), seed >> 32), position)
+    h = _mix_product(h, products) ^ _KEY_BYTES
     h = (h ^ (h >> 16)) * _FINAL_MUL_1
     return (h ^ (h >> 13)) * _FINAL_MUL_2
 
@@ -55,7 +61,7 @@ def gumbel_noise(seed, position, tokens):
     Returns:
         float32 of the shape of `tokens`.
     """
-    h = _unfinished_hash(seed, position, tokens)
+    h = _unfinished_hash(seed, position, tokens.to(tl.uint32) * _KEY_MUL_1)
     h = h ^ (h >> 16)
     high = (h >> 16).to(tl.int32).to(tl.float32) * 2.0**-16
     low = ((h & 0xFFFF).to(tl.int32).to(tl.float32) + 0.5) * 2.0**-32
@@ -70,13 +76,18 @@ def gumbel_noise(seed, position, tokens):
 
 
 @triton.jit
-def least_uniform(seed, position, tokens):
+def least_uniform(seed, position, starts, offsets):
     """1 + u or slightly less, of the uniform number u that the noise of each token is made of: float32.
+
+    Args:
+        starts, offsets: int32 of shapes that go together; the tokens are their sums. A thread holds many tokens but few
+            starts and offsets, so it multiplies those.
 
     The noise of a token is at most -log(u). The hash lacks its last step here, which moves u by less than 2^-15 of
     itself. Then u is rounded down to 23 bits.
     """
-    bits = (_unfinished_hash(seed, position, tokens) >> 9) | _BITS_OF_ONE
+    products = starts.to(tl.uint32) * _KEY_MUL_1 + offsets.to(tl.uint32) * _KEY_MUL_1
+    bits = (_unfinished_hash(seed, position, products) >> 9) | _BITS_OF_ONE
     return bits.to(tl.float32, bitcast=True)
 
 

@@ -36,7 +36,7 @@ class Row(NamedTuple):
 class RowGroups(NamedTuple):
     """The groups of one row."""
 
-    max_ptr: tl.tensor  # [num_groups] float32, the largest logit of each
+    max_ptr: tl.tensor  # [num_groups], the largest logit of each
     list_ptr: tl.tensor  # scratch, [num_groups] int32
     num_groups: tl.tensor
 
@@ -140,7 +140,7 @@ def _halfway(low, high):
 def group_max(groups, sizes):
     """[ALL_GROUPS] int32 numbers of groups and float32 maxima, -inf past the last group."""
     numbers = tl.arange(0, sizes.ALL_GROUPS)
-    return numbers, tl.load(groups.max_ptr + numbers, mask=numbers < groups.num_groups, other=NEG_INF)
+    return numbers, load_logits(groups.max_ptr, numbers, groups.num_groups)
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def list_groups(groups, bound, sizes):
     """Write the numbers of the groups with a logit of at least `bound`, in rising order. Return how many there are."""
     run: tl.constexpr = min(_LIST_RUN, sizes.ALL_GROUPS)
     numbers = tl.arange(0, sizes.ALL_GROUPS // run)[:, None] * run + tl.arange(0, run)[None, :]
-    best = tl.load(groups.max_ptr + numbers, mask=numbers < groups.num_groups, other=NEG_INF)
+    best = load_logits(groups.max_ptr, numbers, groups.num_groups)
     listed = ((best >= bound) & (best > NEG_INF)).to(tl.int32)
     by_run = tl.sum(listed, axis=1)
     at = (tl.cumsum(by_run, axis=0) - by_run)[:, None] + tl.cumsum(listed, axis=1) - 1

@@ -18,17 +18,17 @@ from vllm_specplus.kernels.verify.arguments import (
     PLAN_SHARE,
     PLAN_TOKEN,
     REJECTION,
-    block_tokens,
     rows_of,
     temperature_of,
 )
 from vllm_specplus.kernels.verify.noise import least_uniform
-from vllm_specplus.kernels.verify.nucleus import LOG2_E, NEG_INF
+from vllm_specplus.kernels.verify.nucleus import GROUP_SIZE, LOG2_E, NEG_INF, POS_INF
 
 # The best of all is below with a probability of exp(-exp(3)), 2e-9.
 MARGIN = tl.constexpr(3.0)
 # Relative to a unit, and to the largest z: more than the rounding of a bound and of a score.
 SLACK, SLACK_OF_Z = tl.constexpr(2.0**-9), tl.constexpr(2.0**-20)
+_FAR = tl.constexpr(2.0**100)
 
 
 @triton.jit
@@ -64,21 +64,32 @@ def race_kernel(
     p_floats, p_ints = plans.floats_ptr + i_row * NUM_PLAN_FLOATS, plans.ints_ptr + i_row * NUM_PLAN_INTS
     if tl.load(p_ints + PLAN_TOKEN) >= 0:
         return
+    # Offsets from the block's beginning, so that one address serves all loads of a thread.
+    first = i_block * (BLOCK_GROUPS * GROUP_SIZE)
+    starts, offsets = (tl.arange(0, BLOCK_GROUPS) * GROUP_SIZE)[:, None], tl.arange(0, GROUP_SIZE)[None, :]
+    within = starts + offsets
+    # NaN and infinities need no care: no comparison with NaN holds. Nor do tokens past the last, whose bound is 0.
+    p_block = logits.ptr + i_row * logits.stride + first
+    values = tl.load(p_block + within, mask=within < logits.vocab_size - first, other=NEG_INF)
+
     i_req = tl.load(p_ints + PLAN_REQUEST)
     temperature, _ = temperature_of(temperature_ptr, i_req, REJECTION)
     max_logit = tl.load(p_floats + PLAN_MAX)
     slack = SLACK + SLACK_OF_Z * tl.abs(max_logit / temperature)
     least = (MARGIN + slack) * LOG2_E - tl.load(p_floats + PLAN_SHARE)
+    # The largest logit is taken off beforehand, which leaves one operation for each logit. `slack` is more than that
+    # rounds off. Where it would overflow, all groups are listed.
+    scale = LOG2_E / temperature
+    is_far = tl.abs(max_logit * scale) > _FAR
+    shift = tl.where(is_far, POS_INF, least - max_logit * scale)
+    scale = tl.where(is_far, 1.0, scale)
 
-    numbers, tokens = block_tokens(i_block, BLOCK_GROUPS)
-    # NaN and infinities need no care: no comparison with NaN holds.
-    values = tl.load(logits.ptr + i_row * logits.stride + tokens, mask=tokens < logits.vocab_size, other=NEG_INF)
     seed, position = tl.load(keys.seeds_ptr + i_req), tl.load(keys.positions_ptr + i_row)
-    bound = tl.exp2((values.to(tl.float32) - max_logit) * (LOG2_E / temperature) + least)
-    closest = tl.min(least_uniform(seed, position, tokens) - bound, axis=1)
-    listed = ((closest <= 1.0) & (numbers < groups.num_groups)).to(tl.int32)
+    bound = tl.exp2(values.to(tl.float32) * scale + shift)
+    closest = tl.min(least_uniform(seed, position, first + starts, offsets) - bound, axis=1)
+    listed = (closest < 1.0).to(tl.int32)
     num_listed = tl.sum(listed, axis=0)
     if num_listed > 0:
-        first = tl.atomic_add(p_ints + PLAN_NUM_LISTED, num_listed)
-        at = first + tl.cumsum(listed, axis=0) - 1
+        numbers = i_block * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+        at = tl.atomic_add(p_ints + PLAN_NUM_LISTED, num_listed) + tl.cumsum(listed, axis=0) - 1
         tl.store(groups.list_ptr + i_row * groups.num_groups + at, numbers, mask=listed > 0)

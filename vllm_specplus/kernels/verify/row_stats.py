@@ -63,7 +63,7 @@ def row_stats_kernel(
     values = load_numbers(logits.ptr + i_row * logits.stride, tokens, vocab_size)
     group_max = tl.max(values, axis=1)
     max_logit = tl.minimum(tl.max(group_max, axis=0), LARGEST)
-    tl.store(groups.max_ptr + i_row * groups.num_groups + numbers, tl.minimum(group_max, LARGEST))
+    tl.store(groups.max_ptr + i_row * groups.num_groups + numbers, group_max)
     tl.store(p_stats + STAT_MAX * num_blocks, max_logit)
     if (STRATEGY == GREEDY) | is_greedy:
         return
@@ -122,8 +122,7 @@ def first_tokens(logits, stats, groups, i_rows, sizes):
     block = tl.min(tl.where(best == max_logit, blocks, NO_LIMIT), axis=1)[:, None]
 
     numbers = block * sizes.BLOCK_GROUPS + tl.arange(0, sizes.BLOCK_GROUPS)[None, :]
-    p_max = groups.max_ptr + i_rows * groups.num_groups
-    best = tl.load(p_max + numbers, mask=numbers < groups.num_groups, other=NEG_INF)
+    best = load_logits(groups.max_ptr + i_rows * groups.num_groups, numbers, groups.num_groups)
     group = tl.min(tl.where(best == max_logit, numbers, NO_LIMIT), axis=1)[:, None]
 
     tokens = group * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
