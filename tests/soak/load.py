@@ -26,12 +26,18 @@ _SECONDS_TO_WAIT = 600.0  # for one answer; a server that hangs is a failure, no
 class Kind:
     """A request; those of one kind have one right answer.
 
-    name: what it asks. options: of the request. extra: further fields of its body.
+    name: what it asks. options: of the request, of a chat where they have messages. extra: further fields of its body.
     """
 
     name: str
     options: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
+    streams: bool = True
+
+    @property
+    def may_be_overrun(self) -> bool:
+        """Whether the engine may go on for a step, since the server sees the end of the text."""
+        return "stop" in self.options
 
 
 Answer = tuple[tuple[str, str | None], ...]
@@ -47,12 +53,17 @@ def kinds(max_tokens: int) -> list[Kind]:
         found.append(Kind(f"greedy {i}", options))
         found.append(Kind(f"seeded {i}", options | {"temperature": 0.8, "top_p": 0.9, "seed": 7 + i}))
         found.append(Kind(f"limited {i}", options, {"vllm_xargs": {"spec_tokens": i % 3}}))
+        salt = {"cache_salt": f"tenant {i % 2}"}
+        found.append(Kind(f"salted {i}", options, salt, streams=False))
     options = {"prompt": _TEXTS[0], "max_tokens": max_tokens, "temperature": 0.0}
+    chat = {"messages": [{"role": "user", "content": _TEXTS[2]}], "max_tokens": max_tokens, "temperature": 0.0}
     return [
         *found,
         Kind("two choices", options | {"n": 2, "temperature": 0.9, "seed": 3}),
         Kind("a stop string", options | {"stop": ["return", "\n\n"]}),
         Kind("penalties", options | {"frequency_penalty": 0.7, "presence_penalty": 0.3}),
+        Kind("a chat", chat, {"cache_salt": "tenant 0"}),
+        Kind("a chat at once", chat | {"temperature": 0.8, "seed": 5}, streams=False),
         Kind("a grammar", options, {"structured_outputs": {"regex": "[a-c]{3}x*"}}),
     ]
 
@@ -87,7 +98,10 @@ WRONG = [
 
 @dataclass
 class Tally:
-    """What became of the requests: `ends` by what was sent, and each difference in words."""
+    """What became of the requests: `ends` by what was sent, and each difference in words.
+
+    "overrun" counts answers after which the engine may have gone on for a step.
+    """
 
     ends: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
@@ -108,10 +122,11 @@ class Clients:
         )
 
     async def ask(self, kind: Kind, most_chunks: int | None = None) -> Answer | None:
-        """The answer to a streaming request; None where it is aborted, after `most_chunks` chunks."""
-        stream = await self._client.completions.create(
-            model="tiny", stream=True, **kind.options, extra_body=kind.extra or None
-        )
+        """The answer to a request; None where it streams and is aborted, after `most_chunks` chunks."""
+        if not kind.streams:
+            response = await self._create(kind)
+            return tuple((_text(choice), choice.finish_reason) for choice in response.choices)
+        stream = await self._create(kind)
         texts: Counter[int] = Counter()
         parts: dict[int, list[str]] = {}
         reasons: dict[int, str] = {}
@@ -121,12 +136,18 @@ class Clients:
                     if choice.index in reasons:
                         raise AssertionError(f"{kind.name}: more text behind the end of a choice")
                     texts[choice.index] += 1
-                    parts.setdefault(choice.index, []).append(choice.text)
+                    parts.setdefault(choice.index, []).append(_text(choice))
                     if choice.finish_reason:
                         reasons[choice.index] = choice.finish_reason
                 if most_chunks is not None and sum(texts.values()) > most_chunks:
                     return None
         return tuple(("".join(parts[i]), reasons.get(i)) for i in sorted(parts))
+
+    async def _create(self, kind: Kind) -> Any:
+        """A stream of chunks, or the whole response."""
+        of_chat = "messages" in kind.options
+        create: Any = self._client.chat.completions.create if of_chat else self._client.completions.create
+        return await create(model="tiny", stream=kind.streams, **kind.options, extra_body=kind.extra or None)
 
     async def take_turns(
         self, kinds: list[Kind], answers: dict[str, Answer], until: float, seed: int, to: Tally
@@ -142,7 +163,7 @@ class Clients:
                 await self._abort(kind, rng, to)
                 continue
             answer = await self.ask(kind)
-            to.ends["answered"] += 1
+            to.ends["overrun" if kind.may_be_overrun else "answered"] += 1
             if answer != answers[kind.name]:
                 to.differences.append(f"{kind.name}: {answer} instead of {answers[kind.name]}")
 
@@ -165,7 +186,7 @@ class Clients:
         elif await self.ask(kind, most_chunks=rng.randrange(12)) is None:
             to.ends["gone amid"] += 1
             return
-        to.ends["answered"] += 1
+        to.ends["overrun" if kind.may_be_overrun else "answered"] += 1
 
     async def lose_the_server(self, kind: Kind, num_streams: int, end_server: Callable[[], None]) -> Counter[str]:
         """Open streams, end the server once all have text, and say how the streams end."""
@@ -174,9 +195,7 @@ class Clients:
         async def read() -> str:
             reasons, is_first = [], True
             try:
-                stream = await self._client.completions.create(
-                    model="tiny", stream=True, **kind.options, extra_body=kind.extra or None
-                )
+                stream = await self._create(kind)
                 async for chunk in stream:
                     if is_first:
                         is_first = False
@@ -190,6 +209,14 @@ class Clients:
         await begun.wait()
         end_server()
         return Counter(await asyncio.wait_for(asyncio.gather(*streams), 60))
+
+
+def _text(choice: Any) -> str:
+    """The text of a choice or of a part of one, of a completion or a chat."""
+    if hasattr(choice, "text"):
+        return choice.text
+    message = choice.delta if hasattr(choice, "delta") else choice.message
+    return message.content or ""
 
 
 async def answers_alone(clients: Clients, kinds: list[Kind]) -> dict[str, Answer]:
