@@ -31,7 +31,11 @@ def plain_texts(model: Path) -> list[str]:
 def check_two_engines(model: Path, config: dict[str, Any], texts: list[str], folder: Path, *options: str) -> None:
     """Two engines of one address answer as one does, and all that they count is added up."""
     cores = sorted(os.sched_getaffinity(0))
-    environment = {"VLLM_PLUGINS": "specplus", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    environment = {
+        "VLLM_PLUGINS": "specplus",
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+        "VLLM_CPU_SIM_MULTI_NUMA": "1",  # two engines may share a memory node
+    }
     parallel = ("--data-parallel-size", "2", "--speculative-config", json.dumps(config), *options)
     with serve(model, folder, *parallel, **environment) as server:
         check_predictions(server, texts)

@@ -97,25 +97,35 @@ def chance(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[int]
     def voices(place: int) -> list[tuple[int, int]]:
         return [(t[0], agreed) for c, (t, agreed) in case["offers"].items() if case["chains"][c][1] == place and t]
 
+    def of_model(n: int) -> int:
+        same = [agreed for token, agreed in voices(n) if token == model[n]]
+        other = [agreed for token, agreed in voices(n) if token != model[n]]
+        key = ALONE + n
+        if same:
+            key = _arbiter.AGREED + length_class(max(same))
+        elif other:
+            key = _arbiter.DIFFERED + length_class(max(other))
+        return case["chances"][key]
+
+    def of_chain(which: int, n: int) -> int:
+        (source, start), (tokens, agreed) = case["chains"][which], case["offers"][which]
+        key = COPIED + (source - NGRAM) * NUM_LENGTHS + length_class(agreed + n)
+        if n == 0 and start < len(model):
+            if tokens[0] == model[start]:
+                same = [length for token, length in voices(start) if token == tokens[0]]
+                key = _arbiter.AGREED + length_class(max(same))
+            else:
+                key = CONTRARY + (source - NGRAM) * NUM_LENGTHS + length_class(agreed)
+        return case["chances"][key]
+
     for which, n in drafts:
         if which < 0:
-            same = [agreed for token, agreed in voices(n) if token == model[n]]
-            other = [agreed for token, agreed in voices(n) if token != model[n]]
-            key = ALONE + n
-            if same:
-                key = _arbiter.AGREED + length_class(max(same))
-            elif other:
-                key = _arbiter.DIFFERED + length_class(max(other))
-        else:
-            (source, start), (tokens, agreed) = case["chains"][which], case["offers"][which]
-            key = COPIED + (source - NGRAM) * NUM_LENGTHS + length_class(agreed + n)
-            if n == 0 and start < len(model):
-                if tokens[0] == model[start]:
-                    same = [length for token, length in voices(start) if token == tokens[0]]
-                    key = _arbiter.AGREED + length_class(max(same))
-                else:
-                    key = CONTRARY + (source - NGRAM) * NUM_LENGTHS + length_class(agreed)
-        found.append(case["chances"][key])
+            found.append(of_model(n))
+            continue
+        said = case["offers"][which][0][: n + 1]
+        start = case["chains"][which][1]
+        at_start = [c for c in case["offers"] if case["chains"][c][1] == start]
+        found.append(max(of_chain(c, n) for c in at_start if case["offers"][c][0][: n + 1] == said))
     return found
 
 
@@ -269,6 +279,34 @@ def test_the_better_of_two_sources_wins() -> None:
         play.text += [2, 2]
     assert choice.sources.tolist() == [SUFFIX]
     assert choice.to_lists() == [[2, 2, 2]]
+
+
+def test_what_two_sources_say_alike_has_the_better_of_their_chances() -> None:
+    """Else the longer chain, of the source that knows less of the first tokens, would not be taken."""
+    play = Play([(NGRAM, 0), (SUFFIX, 0)], 4)
+    play.arbiter.set_prices(Prices(0.3, 1.0))
+    play.chances = [9 * ONE // 10] * _arbiter.NUM_KEYS
+    play.chances[COPIED + length_class(2)] = play.chances[COPIED + length_class(3)] = ONE // 10
+    assert play.step({0: ([1, 2, 3, 4], 2)}).to_lists() == [[]]
+    choice = play.step({0: ([1, 2, 3, 4], 2), 1: ([1, 2], 2)})
+    assert (choice.to_lists(), choice.sources.tolist()) == ([[1, 2, 3, 4]], [NGRAM])
+    assert play.step({0: ([1, 2, 3, 4], 2), 1: ([1, 5], 2)}).to_lists() == [[1, 5]]
+
+
+@pytest.mark.parametrize(("is_right", "most"), [(True, 3), (False, 0)])
+def test_a_request_has_its_own_opinion_of_a_source(is_right: bool, most: int) -> None:
+    """Where the source does better or worse than in other texts, that is soon known, and forgotten with the request."""
+    play = Play([(NGRAM, 0)], 3)
+    play.chances = [ONE // 2] * _arbiter.NUM_KEYS
+    sizes = []
+    for price in (0.45, 0.6):
+        play.arbiter.set_prices(Prices(price, 1.0))
+        play.new_request(f"request with {price}")
+        for _ in range(20):
+            sizes.append(int(play.step({0: ([7] * 3, 4)}).num_drafts[0]))
+            play.text += [7] * (sizes[-1] + 1) if is_right else [8]
+    assert (sizes[0], sizes[20]) == (1, 0)
+    assert sizes[19] == sizes[39] == most
 
 
 def test_history_goes_on_from_the_models_drafts() -> None:

@@ -34,12 +34,14 @@ PRIOR_TRIALS = 4 * TRIAL
 MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
 MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
 PRIOR_EXPECTED = 6 * ONE  # hits of a source, as many as came
-MAX_EXPECTED = 32 * ONE  # then they and those that came are halved
+PRIOR_MISSES = 3 * ONE  # of a source, as many as were expected
+MAX_RECORDED = 64 * ONE  # trials of a source; then all of its record is halved
 MAX_GAIN_TRIALS = 64
 PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
 PRIOR_GAIN_TRIALS = 2
 PASS_PERIOD = 32  # steps until passes that seem useless are made once more
 NO_CHAIN = -1
+ALL_CHAINS = -1  # a bit for each
 NO_OFFERS = -1
 ASLEEP = -1  # the credit of a request that has given the draft model up
 # The fate of a step's drafts.
@@ -83,9 +85,10 @@ class Table(NamedTuple):
 class Record(NamedTuple):
     """How each source has done in each request: [R, REFERENCE + 1] int64 each, in units of 1 / ONE.
 
-    expected: the sum of the chances of what was judged. hits: what came of it.
+    trials: what was judged. expected: the sum of its chances. hits: what came of it.
     """
 
+    trials: np.ndarray
     expected: np.ndarray
     hits: np.ndarray
 
@@ -176,18 +179,50 @@ def _chain_key(offers: Offers, row: int, c: int, n: int, passes: int) -> int:
 
 @compiled(allocates=False, forceinline=True)
 def _factor(record: Record, row: int, source: int) -> int:
-    """What the chances of a source are multiplied by in a request, in units of 1 / ONE; ONE if it does as expected.
+    """How a request changes the chances of a source, for `_scaled`: 0 to 2 * ONE, and ONE if it does as expected.
 
-    A source that does better counts as well as elsewhere: a long copy ends some time, and then long drafts cost most.
+    With fewer hits than expected it is the hits over those expected. With more, the misses over those expected count,
+    and what they are short of ONE is added to ONE. So a source that nearly always hits is not trusted much more: a long
+    copy ends some time, and then long drafts cost most.
     """
-    expected = record.expected[row, source] + PRIOR_EXPECTED
-    return min(record.hits[row, source] + PRIOR_EXPECTED, expected) * ONE // expected
+    expected, hits = record.expected[row, source], record.hits[row, source]
+    if hits <= expected:
+        return (hits + PRIOR_EXPECTED) * ONE // (expected + PRIOR_EXPECTED)
+    trials = record.trials[row, source]
+    return 2 * ONE - (trials - hits + PRIOR_MISSES) * ONE // (trials - expected + PRIOR_MISSES)
 
 
 @compiled(allocates=False, forceinline=True)
 def _scaled(chance: int, factor: int) -> int:
-    """A key's chance by the factor of its source in a request."""
-    return chance * factor >> SHIFT
+    """A key's chance by the factor of its source in a request: the chance of a hit is less, or that of a miss."""
+    if factor <= ONE:
+        return chance * factor >> SHIFT
+    return ONE - ((ONE - chance) * (2 * ONE - factor) >> SHIFT)
+
+
+@compiled(allocates=False, forceinline=True)
+def _agreeing(offers: Offers, row: int, c: int, n: int, agreeing: int) -> int:
+    """Which of some chains say what chain `c` says up to its token n, if they do up to the one before.
+
+    `agreeing` and the result have a bit for each chain.
+    """
+    for other in range(len(offers.starts)):
+        if agreeing >> other & 1:
+            same = offers.starts[other] == offers.starts[c] and offers.lengths[row, other] > n
+            if not same or offers.chains[row, other, n] != offers.chains[row, c, n]:
+                agreeing &= ~(1 << other)
+    return agreeing
+
+
+@compiled(allocates=False, forceinline=True)
+def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, agreeing: int, n: int, passes: int) -> int:
+    """The chance of token n of chains that agree so far: the best that one of them has."""
+    best = 0
+    for c in range(len(offers.starts)):
+        if agreeing >> c & 1:
+            chance = beliefs.chances[_chain_key(offers, row, c, n, passes)]
+            best = max(best, _scaled(chance, _factor(beliefs.record, row, offers.sources[c])))
+    return best
 
 
 @compiled(allocates=False, forceinline=True)
@@ -195,10 +230,10 @@ def _value_of_chain(
     offers: Offers, beliefs: Beliefs, price: int, row: int, c: int, passes: int, survival: int, max_drafts: int
 ) -> tuple[int, int]:
     """What a chain adds behind drafts that survive so, and how many of its tokens are worth their slots."""
-    size, value = max(min(offers.lengths[row, c], max_drafts), 0), 0
-    factor = _factor(beliefs.record, row, offers.sources[c])
+    size, value, agreeing = max(min(offers.lengths[row, c], max_drafts), 0), 0, ALL_CHAINS
     for n in range(size):
-        survival = survival * _scaled(beliefs.chances[_chain_key(offers, row, c, n, passes)], factor) >> SHIFT
+        agreeing = _agreeing(offers, row, c, n, agreeing)
+        survival = survival * _chance_of_chains(offers, beliefs, row, agreeing, n, passes) >> SHIFT
         if survival <= price:
             return value, n
         value += survival - price
@@ -252,10 +287,10 @@ def _value_of_drafts(
     for place in range(num_model):
         survival = survival * _scaled(beliefs.chances[_model_key(offers, row, place, passes)], factor) >> SHIFT
         value += survival - price
-    if size > 0:
-        factor = _factor(beliefs.record, row, offers.sources[chain])
+    agreeing = ALL_CHAINS
     for n in range(size):
-        survival = survival * _scaled(beliefs.chances[_chain_key(offers, row, chain, n, passes)], factor) >> SHIFT
+        agreeing = _agreeing(offers, row, chain, n, agreeing)
+        survival = survival * _chance_of_chains(offers, beliefs, row, agreeing, n, passes) >> SHIFT
         value += survival - price
     return value
 
@@ -303,15 +338,17 @@ def choose(rows: np.ndarray, limits: np.ndarray, offers: Offers, beliefs: Belief
         num_drafts = num_model + size
         chosen.num_drafts[i], chosen.num_model[i] = num_drafts, num_model
         chosen.source[i] = offers.sources[chain] if chain != NO_CHAIN else UNFILLED
-        factor_of_chain = _factor(beliefs.record, row, offers.sources[chain]) if chain != NO_CHAIN else ONE
+        agreeing = ALL_CHAINS
         for k in range(num_drafts):
             if k < num_model:
-                key, factor = _model_key(offers, row, k, passes), factor_of_model
+                key = _model_key(offers, row, k, passes)
                 chosen.token_ids[i, k] = offers.model[row, k]
+                chosen.chances[i, k] = _scaled(beliefs.chances[key], factor_of_model)
             else:
-                key, factor = _chain_key(offers, row, chain, k - num_model, passes), factor_of_chain
-                chosen.token_ids[i, k] = offers.chains[row, chain, k - num_model]
-            chosen.chances[i, k] = _scaled(beliefs.chances[key], factor)
+                n = k - num_model
+                agreeing = _agreeing(offers, row, chain, n, agreeing)
+                chosen.token_ids[i, k] = offers.chains[row, chain, n]
+                chosen.chances[i, k] = _chance_of_chains(offers, beliefs, row, agreeing, n, passes)
         for k in range(num_drafts, chosen.token_ids.shape[1]):
             chosen.token_ids[i, k], chosen.chances[i, k] = -1, 0
 
@@ -337,6 +374,7 @@ def _count(table: Table, record: Record, key: int, row: int, source: int, hit: b
     """Count a trial of a key, which a source has made for a request."""
     table.new_trials[key] += 1
     table.new_hits[key] += hit
+    record.trials[row, source] += ONE
     record.expected[row, source] += table.chances[key]
     record.hits[row, source] += hit * ONE
 
@@ -360,7 +398,7 @@ def judge(
         offer_positions: [R] int64, where in its text each request's offers begin; NO_OFFERS: there are none.
         offers: of the last step.
         table: takes the new hits and trials.
-        record: takes what each source was expected to hit, and what it has hit.
+        record: takes what each source has tried, was expected to hit, and has hit.
 
     Returns:
         How many tokens have come.
@@ -393,7 +431,8 @@ def judge(
                 if not hit:
                     break
         for source in range(REFERENCE + 1):
-            while record.expected[row, source] >= MAX_EXPECTED:
+            while record.trials[row, source] >= MAX_RECORDED:
+                record.trials[row, source] >>= 1
                 record.expected[row, source] >>= 1
                 record.hits[row, source] >>= 1
     return total
@@ -596,6 +635,7 @@ def _record_in(state: np.ndarray) -> Record:
     return Record(
         nb.carray(to_pointer(state[_RECORD]), shape, np.int64),
         nb.carray(to_pointer(state[_RECORD + 1]), shape, np.int64),
+        nb.carray(to_pointer(state[_RECORD + 2]), shape, np.int64),
     )
 
 

@@ -24,9 +24,12 @@ key          the draft
 An agreement grows by one with each token of a chain, so one table serves first and later tokens. All requests share it,
 and the older of its trials count less. Four misses in a row halve what was known: the source may have turned.
 
+Chains that say the same may have other chances, since one knows more than the other: the better one counts.
+
 Yet one text repeats itself less than another. So each request has a record of its own: how often each source was right
 in it, and how often that was expected. Where it was right less often, its chances in this request are less by as much.
-The record begins as if six hits had been expected and had come, and what is older counts less.
+Where it was right more often, the chances of a miss are. The record begins as if six hits had been expected and had
+come, and three misses. What is older counts less.
 
 Passes of the draft model are bought in the same way. What the k-th pass adds to the best chain's value is averaged, by
 the agreement that speaks for the history. Where it adds less than it costs, it is left out, but for a step now and
@@ -235,7 +238,7 @@ class Arbiter:
             sources=np.array(sources, np.int64),
             is_blind=is_blind,
         )
-        self._record = _arbiter.Record(*np.zeros((2, max_num_reqs, REFERENCE + 1), np.int64))
+        self._record = _arbiter.Record(*np.zeros((3, max_num_reqs, REFERENCE + 1), np.int64))
         self._offer_positions = np.full(max_num_reqs, _arbiter.NO_OFFERS, np.int64)
         self._state_rows = StateRows(max_num_reqs)
 
@@ -398,7 +401,8 @@ class Arbiter:
 
     def _begin_request(self, row: int) -> None:
         self._offer_positions[row] = self._compiled.NO_OFFERS
-        self._record.expected[row] = self._record.hits[row] = 0
+        for numbers in self._record:
+            numbers[row] = 0
         self._credits[row] = self._account.allowance() if self.num_model_steps else ASLEEP
 
 

@@ -99,9 +99,9 @@ class Pair:
         trials = self.random.choice(counts[2:3] if is_full else counts, by_length)
         sums = trials * self.integers(-ONE // 4, ONE, by_length)
         self.gains = spec.Gains(sums, trials, self.integers(0, spec.PASS_PERIOD, spec.NUM_LENGTHS))
-        expected = self.random.choice([0, ONE // 3, spec.MAX_EXPECTED - 1, 9 * spec.MAX_EXPECTED], (NUM_ROWS, 4))
-        hits = expected * self.integers(0, 3, expected.shape) // 2
-        self.record = spec.Record(expected, hits)
+        trials = self.random.choice([0, ONE, spec.MAX_RECORDED - ONE, 9 * spec.MAX_RECORDED], (NUM_ROWS, 4))
+        expected, hits = (trials * self.integers(0, 9, trials.shape) // 8 for _ in range(2))
+        self.record = spec.Record(trials, expected, hits)
         self.offer_positions = np.full(NUM_ROWS, spec.NO_OFFERS)
         self.credits = self.random.choice([spec.ASLEEP, 0, ONE, MOST_CREDIT, MOST_CREDIT], NUM_ROWS)
         self.token_ids = self.integers(0, self.vocab_size, (NUM_ROWS, MAX_LEN), np.int32)

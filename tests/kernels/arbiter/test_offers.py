@@ -72,7 +72,7 @@ class Pair:
         self.credits[[self.rows[i] for i in asleep]] = spec.ASLEEP
         self.kernels.credits.copy_(torch.from_numpy(self.credits))
         unused = np.zeros(0, np.int64)
-        groups = (spec.Table(*[unused] * 6), spec.Record(*[unused] * 2), spec.Gains(*[unused] * 3))
+        groups = (spec.Table(*[unused] * 6), spec.Record(*[unused] * 3), spec.Gains(*[unused] * 3))
         self.state = spec.to_addresses(unused, self.credits, self.offers, *groups, unused)
 
     def assert_same(self):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplus import sources
-from vllm_specplus.kernels.arbiter.keys import copied_keys, factors, first_keys, load_chains, model_keys
+from vllm_specplus.kernels.arbiter.keys import copied_keys, factors, first_keys, load_chains, model_keys, scaled
 from vllm_specplus.kernels.arbiter.state import ONE, SHIFT, State, sizes_of
 from vllm_specplus.kernels.checks import check_rows, check_vector
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, make_counts, store_counts
@@ -123,9 +123,9 @@ def _choose_kernel(
     # The value of the model's first drafts by their number. What survives before each chain is 0 where the drafts
     # before it are not worth their slots.
     numbers = tl.arange(0, sizes.BLOCK_STEPS)
-    chances = tl.load(chances_ptr + model_keys(chains, sizes), mask=numbers < passes, other=0)
-    chances = chances * factors(record, row, _MODEL) >> SHIFT
-    of_chains = factors(record, row, chains.sources)
+    is_drafted = numbers < passes
+    chances = tl.load(chances_ptr + model_keys(chains, sizes), mask=is_drafted, other=0)
+    chances = tl.where(is_drafted, scaled(chances, factors(record, row, _MODEL)), 0)
     values = tl.zeros_like(chances)
     survival, value = tl.full((), ONE, tl.int64), tl.full((), 0, tl.int64)
     before = tl.where(chains.starts == 0, survival, 0)
@@ -136,7 +136,9 @@ def _choose_kernel(
         values = tl.where(numbers == place + 1, value, values)
         before = tl.where(chains.starts == place + 1, survival, before)
 
-    worth = _value_chains(chains, chances_ptr, of_chains, price, limit, before, sizes)
+    rooms = tl.minimum(chains.lengths, limit - chains.starts)
+    known = _chances_of_chains(offers, record, row, chains, chances_ptr, rooms, sizes)
+    worth = _value_chains(known, price, rooms, before, sizes)
     # What the best chain behind each number of the model's drafts adds: with the next draft known, and without it. That
     # draft also tells more of the chain which is the best without it.
     is_behind = chains.starts[None, :] == numbers[:, None]
@@ -171,13 +173,59 @@ def _choose_kernel(
     p_drafts = drafts.ptr + i_req * drafts.stride
     tl.store(p_drafts + slots, tl.where(is_model, drafted, copied).to(tl.int64), mask=slots < sizes.WIDTH)
 
-    keys = copied_keys(_take(chains.sources, chain), _take(chains.agreed, chain) + slots - num_model)
-    of_chain = tl.load(chances_ptr + keys, mask=(slots > num_model) & (slots < num_drafts), other=0)
-    of_chain = of_chain * _take(of_chains, chain) >> SHIFT
-    is_first = (slots == num_model) & (slots < num_drafts)
-    of_chain = tl.where(is_first, _take(worth.first, chain), of_chain)
+    of_chain = tl.zeros([sizes.BLOCK_WIDTH], tl.int64)
+    for n in range(num_drafts - num_model):
+        of_chain = tl.where(slots == num_model + n, _take(_nth(known, n), chain), of_chain)
     of_model = _take_each(chances[None, :], tl.where(is_model, slots, -1))
     tl.store(chances_out_ptr + i_req * sizes.WIDTH + slots, of_model + of_chain, mask=slots < sizes.WIDTH)
+
+
+class _ChainChances(NamedTuple):
+    """The chance of each token of each chain; of those that say the same so far, the best one. 0 past a chain's room.
+
+    copied: [BLOCK_CHAINS, BLOCK_WIDTH] int64, where the model says nothing. first: [BLOCK_CHAINS] int64, of the first
+    token, with what the model's drafts tell.
+    """
+
+    copied: tl.tensor
+    first: tl.tensor
+
+
+@triton.jit
+def _chances_of_chains(offers, record, row, chains, chances_ptr, rooms, sizes):
+    """The `_ChainChances` of a request's chains, of which `rooms`, [BLOCK_CHAINS] int32, may be taken."""
+    which, slots = tl.arange(0, sizes.BLOCK_CHAINS), tl.arange(0, sizes.BLOCK_WIDTH)
+    is_token = slots[None, :] < rooms[:, None]
+    by_source = factors(record, row, chains.sources)
+    keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots[None, :])
+    chances = tl.load(chances_ptr + keys, mask=is_token, other=0)
+    own = tl.where(is_token, scaled(chances, by_source[:, None]), 0)
+    chances = tl.load(chances_ptr + first_keys(chains, sizes), mask=rooms > 0, other=0)
+    own_first = tl.where(rooms > 0, scaled(chances, by_source), 0)
+
+    p_chains = offers.chains + row * sizes.NUM_CHAINS * sizes.WIDTH
+    tokens = tl.load(p_chains + which[:, None] * sizes.WIDTH + slots[None, :], mask=is_token, other=-1)
+    copied, first = own, own_first
+    for other in range(sizes.NUM_CHAINS):
+        is_other = which == other
+        says = tl.sum(tl.where(is_other[:, None], tokens, 0), axis=0)
+        is_same = (tokens == says[None, :]) & is_token & (chains.starts == _take(chains.starts, other))[:, None]
+        agreeing = tl.min(tl.where(is_same, sizes.BLOCK_WIDTH, slots[None, :]), axis=1)
+        chance = tl.sum(tl.where(is_other[:, None], own, 0), axis=0)
+        copied = tl.maximum(copied, tl.where(slots[None, :] < agreeing[:, None], chance[None, :], 0))
+        first = tl.maximum(first, tl.where(agreeing > 0, _take(own_first, other), 0))
+    return _ChainChances(copied, first)
+
+
+@triton.jit
+def _nth(known, n):
+    """The chance of token n of each chain, with what the model's drafts tell: [BLOCK_CHAINS] int64."""
+    return tl.where(n == 0, known.first, _nth_copied(known, n))
+
+
+@triton.jit
+def _nth_copied(known, n):
+    return tl.sum(tl.where(tl.arange(0, known.copied.shape[1])[None, :] == n, known.copied, 0), axis=1)
 
 
 class _Worth(NamedTuple):
@@ -185,41 +233,33 @@ class _Worth(NamedTuple):
 
     alone: int64, with what is known without the model's drafts. with_model: int64, the same tokens with what those
     tell. value, size: int64 and int32, as many tokens as are worth their slots with what the model's drafts tell.
-    first: int64, the chance of the first token with what they tell.
     """
 
     alone: tl.tensor
     with_model: tl.tensor
     value: tl.tensor
     size: tl.tensor
-    first: tl.tensor
 
 
 @triton.jit
-def _value_chains(chains, chances_ptr, factors, price, limit, survival, sizes):
+def _value_chains(known, price, rooms, survival, sizes):
     """The `_Worth` of chains whose first tokens are reached with a chance of `survival`, [BLOCK_CHAINS] int64.
 
-    factors: [BLOCK_CHAINS] int64, of the chains' sources in this request.
+    known: `_ChainChances`. rooms: [BLOCK_CHAINS] int32, how many tokens of each may be taken.
 
     A survival never rises. So nothing is worth its slot behind a token that is not.
     """
-    slots = tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
-    rooms = tl.minimum(chains.lengths, limit - chains.starts)
-    keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots)
-    chances = tl.load(chances_ptr + keys, mask=slots < rooms[:, None], other=0) * factors[:, None] >> SHIFT
-    first = tl.load(chances_ptr + first_keys(chains, sizes), mask=rooms > 0, other=0) * factors >> SHIFT
     survival_alone = survival
     alone, with_model, value = tl.zeros_like(survival), tl.zeros_like(survival), tl.zeros_like(survival)
     size = tl.zeros_like(rooms)
     for n in range(tl.max(rooms, axis=0)):
-        chance = tl.sum(tl.where(slots == n, chances, 0), axis=1)
-        survival_alone = survival_alone * chance >> SHIFT
-        survival = survival * tl.where(n == 0, first, chance) >> SHIFT
+        survival_alone = survival_alone * _nth_copied(known, n) >> SHIFT
+        survival = survival * _nth(known, n) >> SHIFT
         alone += tl.maximum(survival_alone - price, 0)
         with_model += tl.where(survival_alone > price, survival - price, 0)
         value += tl.maximum(survival - price, 0)
         size += (survival > price).to(tl.int32)
-    return _Worth(alone, with_model, value, size, first)
+    return _Worth(alone, with_model, value, size)
 
 
 @triton.jit

@@ -18,8 +18,8 @@ from vllm_specplus.kernels.arbiter.keys import (
     model_keys,
 )
 from vllm_specplus.kernels.arbiter.state import (
-    MAX_EXPECTED,
     MAX_MISSES,
+    MAX_RECORDED,
     MAX_TRIALS,
     NO_OFFERS,
     NUM_KEYS,
@@ -108,7 +108,8 @@ def _judge_kernel(
     right = tl.min(tl.where(is_hit, sizes.BLOCK_STEPS, places), axis=0)
     is_judged = is_judged & (places <= right)
     expected_of_model = _count(table, model_keys(chains, sizes), is_judged, is_hit)
-    hits_of_model = tl.where(is_judged & is_hit, ONE, 0)
+    num_of_model = tl.sum(is_judged.to(tl.int64), axis=0)
+    hits_of_model = tl.sum((is_judged & is_hit).to(tl.int64), axis=0)
 
     which = tl.arange(0, sizes.BLOCK_CHAINS)
     slots = tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
@@ -129,12 +130,13 @@ def _judge_kernel(
 
     is_source = chains.sources[:, None] == tl.arange(0, _BLOCK_SOURCES)[None, :]
     expected = tl.sum(tl.where(is_source, tl.sum(expected, axis=1)[:, None], 0), axis=0)
-    hits = tl.sum(tl.where(is_judged & is_hit, ONE, 0).to(tl.int64), axis=1)
-    hits = tl.sum(tl.where(is_source, hits[:, None], 0), axis=0)
+    trials = _number_by_source(is_judged, is_source)
+    hits = _number_by_source(is_judged & is_hit, is_source)
     of_model = tl.arange(0, _BLOCK_SOURCES) == _MODEL
+    trials += tl.where(of_model, num_of_model, 0)
     expected += tl.where(of_model, tl.sum(expected_of_model, axis=0), 0)
-    hits += tl.where(of_model, tl.sum(hits_of_model, axis=0), 0)
-    _add_to_record(record, row, expected, hits, num_new > 0)
+    hits += tl.where(of_model, hits_of_model, 0)
+    _add_to_record(record, row, trials * ONE, expected, hits * ONE, num_new > 0)
 
     tl.debug_barrier()  # other threads of this program may still read what is now taken away
     tl.store(offers.lengths + row * sizes.NUM_CHAINS + which, tl.zeros_like(which), mask=which < sizes.NUM_CHAINS)
@@ -151,15 +153,25 @@ def _count(table, keys, is_judged, is_hit):
 
 
 @triton.jit
-def _add_to_record(record, row, expected, hits, is_changed):
+def _number_by_source(is_true, is_source):
+    """How many tokens of [chains, slots] are true, by source: [_BLOCK_SOURCES] int64."""
+    by_chain = tl.sum(is_true.to(tl.int64), axis=1)
+    return tl.sum(tl.where(is_source, by_chain[:, None], 0), axis=0)
+
+
+@triton.jit
+def _add_to_record(record, row, trials, expected, hits, is_changed):
     """Add to a request's record, [_BLOCK_SOURCES] int64 each, and halve what has grown too large."""
     which = tl.arange(0, _BLOCK_SOURCES)
     is_read = which < tl.where(is_changed, NUM_RECORDED, 0)
     at = row * NUM_RECORDED + which
+    trials += tl.load(record.trials + at, mask=is_read, other=0)
     expected += tl.load(record.expected + at, mask=is_read, other=0)
     hits += tl.load(record.hits + at, mask=is_read, other=0)
-    hits, expected = halve(hits, expected, MAX_EXPECTED)
+    hits, _ = halve(hits, trials, MAX_RECORDED)
+    expected, trials = halve(expected, trials, MAX_RECORDED)
     tl.debug_barrier()  # other threads of this program may still read the same
+    tl.store(record.trials + at, trials, mask=is_read)
     tl.store(record.expected + at, expected, mask=is_read)
     tl.store(record.hits + at, hits, mask=is_read)
 

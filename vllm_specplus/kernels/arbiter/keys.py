@@ -18,6 +18,8 @@ from vllm_specplus.kernels.arbiter.state import (
     NUM_PLACES,
     ONE,
     PRIOR_EXPECTED,
+    PRIOR_MISSES,
+    SHIFT,
 )
 
 _NGRAM = tl.constexpr(sources.NGRAM)
@@ -100,12 +102,22 @@ def first_keys(chains, sizes):
 
 @triton.jit
 def factors(record, row, sources):
-    """What the chances of these sources are multiplied by in a request: int64, in units of 1 / ONE."""
+    """How a request changes the chances of these sources, for `scaled`: int64."""
     at = row * NUM_RECORDED + sources
     is_read = sources < tl.where(row >= 0, NUM_RECORDED, 0)
-    hits = tl.load(record.hits + at, mask=is_read, other=0) + PRIOR_EXPECTED
-    expected = tl.load(record.expected + at, mask=is_read, other=0) + PRIOR_EXPECTED
-    return tl.minimum(hits, expected) * ONE // expected
+    trials = tl.load(record.trials + at, mask=is_read, other=0)
+    expected = tl.load(record.expected + at, mask=is_read, other=0)
+    hits = tl.load(record.hits + at, mask=is_read, other=0)
+    lower = (hits + PRIOR_EXPECTED) * ONE // (expected + PRIOR_EXPECTED)
+    misses = (trials - hits + PRIOR_MISSES) * ONE // (trials - expected + PRIOR_MISSES)
+    return tl.where(hits <= expected, lower, 2 * ONE - misses)
+
+
+@triton.jit
+def scaled(chances, factors):
+    """Keys' chances by the factors of their sources in a request; see `_scaled` of the specification."""
+    higher = ONE - ((ONE - chances) * (2 * ONE - factors) >> SHIFT)
+    return tl.where(factors <= ONE, chances * factors >> SHIFT, higher)
 
 
 @triton.jit
