@@ -17,6 +17,8 @@ from vllm_specplus.testing.eagle_net import EagleHead, HeadShape
 from vllm_specplus.testing.eagle_train import HeadReport, HeadSettings, Trainer, read_texts, train_head
 from vllm_specplus.testing.tiny_tokenizer import END_OF_TEXT, VOCAB_SIZE, write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 _ROOT = Path(__file__).parents[3]
 MAX_TOKENS = 24
 PASSES = 2

@@ -14,6 +14,7 @@ def found(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return groups(trained, tmp_path_factory.mktemp("features"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature(name: str, found: dict[str, Group]) -> None:
     assert found[name].verdicts[name] == cells("V2")[name]
