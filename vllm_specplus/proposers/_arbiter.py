@@ -35,7 +35,8 @@ MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
 MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
 PRIOR_EXPECTED = 6 * ONE  # hits of a source, as many as came
 PRIOR_MISSES = 3 * ONE  # of a source, as many as were expected
-MAX_RECORDED = 64 * ONE  # trials of a source; then all of its record is halved
+LUCKY_MISSES = 2 * ONE  # so many fewer than expected mean nothing
+MAX_EXPECTED = 32 * ONE  # hits of a source; then all of its record is halved
 MAX_GAIN_TRIALS = 64
 PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
 PRIOR_GAIN_TRIALS = 2
@@ -183,13 +184,14 @@ def _factor(record: Record, row: int, source: int) -> int:
 
     With fewer hits than expected it is the hits over those expected. With more, the misses over those expected count,
     and what they are short of ONE is added to ONE. So a source that nearly always hits is not trusted much more: a long
-    copy ends some time, and then long drafts cost most.
+    copy ends some time, and then long drafts cost most. Nor is one that may have been lucky.
     """
     expected, hits = record.expected[row, source], record.hits[row, source]
     if hits <= expected:
         return (hits + PRIOR_EXPECTED) * ONE // (expected + PRIOR_EXPECTED)
     trials = record.trials[row, source]
-    return 2 * ONE - (trials - hits + PRIOR_MISSES) * ONE // (trials - expected + PRIOR_MISSES)
+    misses = trials - hits + PRIOR_MISSES + LUCKY_MISSES
+    return 2 * ONE - min(misses * ONE // (trials - expected + PRIOR_MISSES), ONE)
 
 
 @compiled(allocates=False, forceinline=True)
@@ -431,7 +433,7 @@ def judge(
                 if not hit:
                     break
         for source in range(REFERENCE + 1):
-            while record.trials[row, source] >= MAX_RECORDED:
+            while record.expected[row, source] >= MAX_EXPECTED:
                 record.trials[row, source] >>= 1
                 record.expected[row, source] >>= 1
                 record.hits[row, source] >>= 1

@@ -28,8 +28,8 @@ Chains that say the same may have other chances, since one knows more than the o
 
 Yet one text repeats itself less than another. So each request has a record of its own: how often each source was right
 in it, and how often that was expected. Where it was right less often, its chances in this request are less by as much.
-Where it was right more often, the chances of a miss are. The record begins as if six hits had been expected and had
-come, and three misses. What is older counts less.
+Where it was right more often, by more than luck may do, the chances of a miss are. The record begins as if six hits had
+been expected and had come, and three misses. What is older counts less.
 
 Passes of the draft model are bought in the same way. What the k-th pass adds to the best chain's value is averaged, by
 the agreement that speaks for the history. Where it adds less than it costs, it is left out, but for a step now and

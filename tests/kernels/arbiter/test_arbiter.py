@@ -99,7 +99,7 @@ class Pair:
         trials = self.random.choice(counts[2:3] if is_full else counts, by_length)
         sums = trials * self.integers(-ONE // 4, ONE, by_length)
         self.gains = spec.Gains(sums, trials, self.integers(0, spec.PASS_PERIOD, spec.NUM_LENGTHS))
-        trials = self.random.choice([0, ONE, spec.MAX_RECORDED - ONE, 9 * spec.MAX_RECORDED], (NUM_ROWS, 4))
+        trials = self.random.choice([0, ONE, 2 * spec.MAX_EXPECTED - ONE, 9 * spec.MAX_EXPECTED], (NUM_ROWS, 4))
         expected, hits = (trials * self.integers(0, 9, trials.shape) // 8 for _ in range(2))
         self.record = spec.Record(trials, expected, hits)
         self.offer_positions = np.full(NUM_ROWS, spec.NO_OFFERS)

@@ -18,8 +18,8 @@ from vllm_specplus.kernels.arbiter.keys import (
     model_keys,
 )
 from vllm_specplus.kernels.arbiter.state import (
+    MAX_EXPECTED,
     MAX_MISSES,
-    MAX_RECORDED,
     MAX_TRIALS,
     NO_OFFERS,
     NUM_KEYS,
@@ -168,8 +168,8 @@ def _add_to_record(record, row, trials, expected, hits, is_changed):
     trials += tl.load(record.trials + at, mask=is_read, other=0)
     expected += tl.load(record.expected + at, mask=is_read, other=0)
     hits += tl.load(record.hits + at, mask=is_read, other=0)
-    hits, _ = halve(hits, trials, MAX_RECORDED)
-    expected, trials = halve(expected, trials, MAX_RECORDED)
+    hits, _ = halve(hits, expected, MAX_EXPECTED)
+    trials, expected = halve(trials, expected, MAX_EXPECTED)
     tl.debug_barrier()  # other threads of this program may still read the same
     tl.store(record.trials + at, trials, mask=is_read)
     tl.store(record.expected + at, expected, mask=is_read)

@@ -14,6 +14,7 @@ from vllm_specplus.kernels.arbiter.state import (
     CONTRARY,
     COPIED,
     DIFFERED,
+    LUCKY_MISSES,
     NUM_LENGTHS,
     NUM_PLACES,
     ONE,
@@ -109,8 +110,8 @@ def factors(record, row, sources):
     expected = tl.load(record.expected + at, mask=is_read, other=0)
     hits = tl.load(record.hits + at, mask=is_read, other=0)
     lower = (hits + PRIOR_EXPECTED) * ONE // (expected + PRIOR_EXPECTED)
-    misses = (trials - hits + PRIOR_MISSES) * ONE // (trials - expected + PRIOR_MISSES)
-    return tl.where(hits <= expected, lower, 2 * ONE - misses)
+    misses = (trials - hits + PRIOR_MISSES + LUCKY_MISSES) * ONE // (trials - expected + PRIOR_MISSES)
+    return tl.where(hits <= expected, lower, 2 * ONE - tl.minimum(misses, ONE))
 
 
 @triton.jit
