@@ -23,6 +23,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HYBRID = {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
 MODEL = {"method": "mtp", "num_speculative_tokens": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "max_ngram_size": 5, "adaptive": True}
+PLAIN_NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "adaptive": True}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": -1}
 TOPP = MODEL | {"verify_strategy": "topp"}
 # For each key the configs that it is shown in.
@@ -32,7 +33,7 @@ SHOWN: dict[str, list[dict[str, Any]]] = {
     "num_model_steps": [HYBRID, HYBRID | {"adaptive": False}],
     "mtp_strategy": [HYBRID, HYBRID | {"mtp_strategy": "with_suffix"}, HYBRID | {"adaptive": False}],
     "max_ngram_size": [NGRAM],
-    "min_ngram_size": [NGRAM | {"min_ngram_size": 2}],
+    "min_ngram_size": [NGRAM | {"min_ngram_size": 2}, PLAIN_NGRAM | {"min_ngram_size": 2}],
     "ngram_match_order": [NGRAM | {"ngram_match_order": order} for order in ("recent", "first")],
     "match_override_len": [HYBRID | {"match_override_len": length} for length in (0, 4)],
     "adaptive": [HYBRID | {"adaptive": chosen} for chosen in (True, False)],

@@ -1,6 +1,7 @@
 """The command ``vllm-specplus``: checks a config, migrates a server's start, compares configs, or watches a server."""
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -75,11 +76,23 @@ def _add_migrate(commands: Any) -> None:
         "Ascend did. Stderr tells what became of each option. Exit 2 where one that matters has no counterpart. "
         "Nothing is run, and no variable of this process is read.",
     )
-    command.add_argument("--from", dest="system", choices=SYSTEMS, help="whose server it is, where nothing else tells")
+    command.add_argument(
+        "--from",
+        dest="system",
+        type=_system_name,
+        choices=SYSTEMS,
+        help="whose server it is, where nothing else tells; in any case, also as a dialect",
+    )
     command.add_argument("--env", type=Path, metavar="FILE", help="a file of NAME=value lines")
     command.add_argument("--yaml", type=Path, metavar="FILE", help="a YAML file of options")
     command.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command, or -- COMMAND")
     command.set_defaults(run=_migrate)
+
+
+def _system_name(text: str) -> str:
+    """The system's name as the project spells it; any other text as it is."""
+    spelling = re.sub("[^a-z]", "", text.lower())
+    return next((name for name in SYSTEMS if re.sub("[^a-z]", "", name.lower()) == spelling), text)
 
 
 def _migrate(arguments: argparse.Namespace) -> int:

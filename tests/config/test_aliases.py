@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.helpers import MTP, NGRAM, options, pretend_arctic, refused
+from tests.config.helpers import MTP, options, pretend_arctic, refused
 from vllm_specplus.cli import main
 from vllm_specplus.config import SpecPlusConfigError, SpecPlusOptions, resolve
 from vllm_specplus.config.aliases import ALIASES, METHOD_ALIASES, OTHER_SPELLINGS
@@ -325,7 +325,9 @@ def test_two_systems_conflict() -> None:
         ({"sp_type": "mtp", "sp_input_lookup": True}, ["sp_input_lookup=true", 'only with sp_type="deterministic"']),
         ({"sp_type": "deterministic", "sp_input_lookup": 1}, ["sp_input_lookup=1", "true or false"]),
         ({"speculate_method": "None", "method": "mtp"}, ["both set method"]),
-        ({**NGRAM, "max_ngram_size": 1, "dialect": "fastdeploy"}, ["min_ngram_size=2 with max_ngram_size=1"]),
+        ({"method": "MTP", "num_speculative_tokens": 2, "adaptive": True}, ['did you mean "mtp"?']),
+        ({"SPECULATE_VERIFY_USE_TOPK": 1, "speculate_method": "mtp"}, ["did you mean verify_strategy?"]),
+        ({"SP_WEIGHT_TYPE": "INT8", "sp_type": "mtp"}, ["did you mean sp_quantization?"]),
         ({"sp_type": "mtp", "gen_num_per_cycle": "5"}, ['gen_num_per_cycle="5"', "an integer"]),
         ({"sp_type": "mtp", "gen_num_per_cycle": 129}, ["gen_num_per_cycle=129", "<= 128"]),
         ({"sp_type": "mtp", "num-speculative-tokens": 0}, ["num_speculative_tokens=0"]),

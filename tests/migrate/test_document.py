@@ -1,5 +1,6 @@
 """docs/migration.md names every key, flag and variable that the code understands, and no other."""
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm
 
 from vllm_specplus.cli import main
 from vllm_specplus.config.aliases import ALIASES, INPUT_LOOKUP_KEY, METHOD_ALIASES
@@ -16,7 +16,8 @@ from vllm_specplus.config.keys import TOPP_DEFAULTS, CommonKeys, known_names
 from vllm_specplus.config.quantizations import QUANTIZATIONS
 from vllm_specplus.config.stock_keys import stock_keys
 from vllm_specplus.migrate import SYSTEMS
-from vllm_specplus.migrate.tables import OPTIONS
+from vllm_specplus.migrate.tables import DEFAULTS, OPTIONS
+from vllm_specplus.migrate.vllm_flags import vllm_flags
 from vllm_specplus.requests.options import KEYS
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
@@ -64,8 +65,23 @@ def test_rtp_llm() -> None:
     assert names(RTP_LLM) == aliases_of(RTP_LLM) | options_of(RTP_LLM) | requests | {INPUT_LOOKUP_KEY}
 
 
+# The keys of its guide on speculative decoding, and the flag that it documents beside them.
+ASCEND_KEYS = {"method", "num_speculative_tokens", "model", "draft_tensor_parallel_size", "prompt_lookup_max"}
+ASCEND_KEYS |= {"prompt_lookup_min", "disable_padded_drafter_batch", "enforce_eager", "draft_model_config"}
+ASCEND_KEYS |= {"num_speculative_tokens_per_batch_size"}
+
+
 def test_vllm_ascend() -> None:
-    assert names("vLLM Ascend") - {"additional_config"} <= set(known_names(stock_keys()))
+    assert names("vLLM Ascend") == ASCEND_KEYS | {"additional_config"}
+    assert set(known_names(stock_keys())) >= ASCEND_KEYS
+
+
+@pytest.mark.parametrize("system", DEFAULTS)
+def test_the_servers_defaults(system: str) -> None:
+    rows = SECTIONS[system].partition("| left out | there |")[2].partition("\n\n")[0].splitlines()[2:]
+    said = [tuple(cell.strip(" `") for cell in row.strip("|").split("|")) for row in rows]
+    assert said == [(one.name, one.says, f"{one.flag} {one.value}".strip()) for one in DEFAULTS[system]]
+    assert all((system, one.name) in OPTIONS for one in DEFAULTS[system])
 
 
 def test_quantizations() -> None:
@@ -105,14 +121,12 @@ def test_what_is_left_out() -> None:
 
 
 def test_the_flags_are_vllms() -> None:
-    root = Path(vllm.__file__).parent
-    text = "".join(
-        path.read_text() for folder in ("engine", "entrypoints", "config") for path in (root / folder).rglob("*.py")
-    )
-    for option in OPTIONS.values():
-        if option.target.startswith("--"):
-            name = option.target.removeprefix("--").replace("-", "_")
-            assert f'"{option.target}"' in text or f"    {name}:" in text, option.target
+    flags = vllm_flags()
+    targets = {option.target for option in OPTIONS.values() if option.target.startswith("--")}
+    assert {target.removeprefix("--") for target in targets} <= flags.names
+    for one in itertools.chain(*DEFAULTS.values()):
+        name = one.flag.removeprefix("--")
+        assert name in flags.names or name.removeprefix("no-") in flags.negatable
 
 
 @pytest.mark.parametrize("section", [FASTDEPLOY, PADDLENLP, RTP_LLM, "vLLM Ascend"])

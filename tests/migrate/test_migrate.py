@@ -91,6 +91,7 @@ ASCEND = (
     "vllm serve meta-llama/Meta-Llama-3.1-8B-Instruct --tensor-parallel-size 1 --speculative-config "
     '\'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}\''
 )
+EP = "--enable-expert-parallel"
 # (command, status, vLLM's words without the config, the config, parts of what is said)
 COMMANDS: list[tuple[str, int, str, dict[str, Any], list[str]]] = [
     (
@@ -219,7 +220,92 @@ def test_files_of_variables_and_yaml(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "note: kv_cache_ratio=0.5: has no counterpart" in err
 
 
-@pytest.mark.parametrize("off", ["SPECULATE_METHOD=None", "SP_TYPE=none", "SP_TYPE=''"])
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+NGRAM_WORDS = f"VLLM_PLUGINS=specplus vllm serve org/m --speculative-config '{json.dumps(NGRAM)}'"
+SHELL_FORMS = [
+    # Short options, switches, the model after a switch.
+    ("vllm serve org/m -tp 2 -dp=4 -ep", "vllm serve org/m --tensor-parallel-size 2 --data-parallel-size 4 " + EP),
+    (f"vllm serve org/m -sc '{json.dumps(NGRAM)}'", NGRAM_WORDS),
+    ("vllm serve --trust-remote-code org/m -O3", "vllm serve org/m --trust-remote-code -O3"),
+    (
+        "vllm serve org/m --speculative-config.method ngram --speculative-config.num-speculative-tokens 3",
+        NGRAM_WORDS,
+    ),
+    # Redirections, pipes, other programs.
+    ("nohup vllm serve org/m --enforce-eager > log.txt 2>&1 &", "vllm serve org/m --enforce-eager"),
+    ("vllm serve org/m --port 2 > log 2> errors", "vllm serve org/m --port 2"),
+    ("vllm serve org/m -tp 2 2>&1 | tee log", "vllm serve org/m --tensor-parallel-size 2"),
+    ("pip install vllm && vllm serve org/m -tp 2; echo done", "vllm serve org/m --tensor-parallel-size 2"),
+    ("cd x # here 'tis\nvllm serve org/m -tp 2\necho 3", "vllm serve org/m --tensor-parallel-size 2"),
+    (
+        "docker run --gpus all -p 80:80 vllm/vllm-openai --model org/m -tp 2",
+        "vllm serve org/m --tensor-parallel-size 2",
+    ),
+    ("docker run --gpus all image bash -c 'vllm serve org/m -tp 2'", "vllm serve org/m --tensor-parallel-size 2"),
+    # One vLLM name, and one of ours, for what others say otherwise.
+    (
+        "FP8_KV_CACHE=1 INT8_MODE=1 CHECKPOINT_PATH=org/m python3 -m rtp_llm.start_server",
+        "vllm serve org/m --kv-cache-dtype fp8 --quantization int8_per_channel_weight_only",
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "printed"), SHELL_FORMS)
+def test_forms_of_the_shell(command: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", command]) == 0
+    assert capsys.readouterr().out == printed + "\n"
+
+
+def test_vllm_parses_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm.entrypoints.cli.serve import FlexibleArgumentParser, make_arg_parser
+
+    yaml = tmp_path / "ascend.yaml"
+    yaml.write_text("model: org/m\ntrust-remote-code: true\nenforce-eager: false\ndisable-log-stats: false\nport: 1\n")
+    printed = []
+    for arguments in (["--from", "vLLM Ascend", "--yaml", str(yaml)], *([form] for form, _ in SHELL_FORMS)):
+        assert main(["migrate", *arguments]) == 0
+        printed.append(shlex.split(capsys.readouterr().out.removeprefix("VLLM_PLUGINS=specplus "))[2:])
+    assert printed[0] == ["org/m", "--trust-remote-code", "--no-enforce-eager", "--port", "1"]
+    parser = make_arg_parser(FlexibleArgumentParser())
+    for words in printed:
+        assert parser.parse_args(words).model_tag == "org/m"
+
+
+def test_a_yaml_file_that_the_command_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    yaml = tmp_path / "c.yaml"
+    yaml.write_text("max_model_len: 32768\n")
+    command = f"python -m fastdeploy.entrypoints.openai.api_server --model org/m --config {yaml}"
+    assert main(["migrate", command]) == 2
+    assert main(["migrate", "--yaml", str(yaml), command]) == 0
+    assert "its options were read with --yaml" in capsys.readouterr().err
+
+
+def test_defaults_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is set under any of its names is not said to be left out."""
+    main(["migrate", "python -m fastdeploy.x --model org/m --batch-size 4 --enable-prefix-caching"])
+    err = capsys.readouterr().err
+    assert "max_num_seqs" not in err
+    assert "enable_prefix_caching: left out" not in err
+    assert "max_model_len: left out; FastDeploy's default is 2048" in err
+    assert "For the same add --max-model-len 2048" in err
+    # The image of PaddleNLP has other defaults than its predictor.
+    main(["migrate", "SPECULATE_VERIFY_USE_TOPK=1 SPECULATE_METHOD=mtp start_server org/m"])
+    out, err = capsys.readouterr()
+    assert '"verify_strategy": "greedy"' in out
+    assert "For the same add --port 9965" in err
+    main(["migrate", "predictor.py --model_name_or_path org/m"])
+    assert "9965" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["paddlenlp", "PaddleNLP", "paddle-nlp"])
+def test_a_system_by_any_of_its_spellings(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", "--from", name, "MP_NUM=2 model_name=org/m program"]) == 0
+    assert capsys.readouterr().out == "vllm serve org/m --tensor-parallel-size 2\n"
+
+
+@pytest.mark.parametrize(
+    "off", ["SPECULATE_METHOD=None", "SPECULATE_METHOD=NONE", "SP_TYPE=none", "SP_TYPE=NONE", "SP_TYPE=''"]
+)
 def test_no_speculation(off: str, capsys: pytest.CaptureFixture[str]) -> None:
     system, model = ("PaddleNLP", "model_name") if "SPECULATE" in off else ("RTP-LLM", "CHECKPOINT_PATH")
     assert main(["migrate", "--from", system, f"{off} {model}=org/m program"]) == 0
@@ -241,7 +327,23 @@ def test_no_speculation(off: str, capsys: pytest.CaptureFixture[str]) -> None:
             ["python -m rtp_llm.start_server --checkpoint_path x --sp_type oracle"],
             "missing: speculative_config: sp_type",
         ),
-        (["python -m fastdeploy.x --model m --speculative-config '{'"], "malformed JSON"),
+        (
+            ["python -m fastdeploy.x --model m --speculative-config '{'"],
+            "missing: speculative_config: malformed JSON",
+        ),
+        (["python -m fastdeploy.x --model m --quantization bogus"], "missing: quantization=bogus: vLLM has no such"),
+        (["python -m fastdeploy.x --model m --max-model-len"], "missing: max-model-len: has no value"),
+        (["python -m fastdeploy.x --model m --router r:1"], "missing: router=r:1: has no counterpart"),
+        (["python -m fastdeploy.x --model m -tp 2"], "missing: -tp=2: is no known option"),
+        (["vllm serve m --quantization ascend"], "missing: quantization=ascend: vLLM has no such"),
+        (["vllm serve m -q wint4"], "missing: -q=wint4: vLLM makes no 4-bit"),
+        (["vllm serve m --no-such-flag 3"], "missing: no-such-flag=3: vLLM has no such flag"),
+        (["vllm serve m n"], "missing: n: is no option"),
+        (["vllm serve m --additional-config '{\"draft_window_size\": 3}'"], "missing: additional-config"),
+        (
+            ["vllm serve m -tp 2 & vllm serve n --port 3 --enforce-eager"],
+            "missing: vllm is started a second time",
+        ),
     ],
 )
 def test_what_cannot_be_migrated(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,11 @@ def test_the_check_refuses_aux_info_without_the_middleware() -> None:
             Check.validate_params(SimpleNamespace(extra_args={name: value}))
 
 
+def restore_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (ChatCompletionRequest, CompletionRequest):
+        monkeypatch.setattr(kind, "to_sampling_params", kind.to_sampling_params)
+
+
 @pytest.mark.parametrize("place", ["top", "extra_config", "extra_configs"])
 @pytest.mark.parametrize(
     ("fields", "name"),
@@ -130,7 +135,7 @@ def test_the_check_refuses_aux_info_without_the_middleware() -> None:
 def test_a_server_without_the_middleware_refuses_what_it_would_ignore(
     kind: Any, fields: dict[str, Any], name: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kind, "to_sampling_params", kind.to_sampling_params)
+    restore_afterwards(monkeypatch)
     refuse_unread_fields(100)
     refuse_unread_fields(100)
     text = {"prompt": "x"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "x"}]}
@@ -142,6 +147,24 @@ def test_a_server_without_the_middleware_refuses_what_it_would_ignore(
     assert SECRET not in str(caught.value)
     for passing in (DEFAULTS, {"prediction": {"type": "content", "content": "y"}}, {"another_plugins": 1}):
         assert kind(model="m", **text, **passing).to_sampling_params(4, {}).max_tokens == 4
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
+@pytest.mark.parametrize("fields", [{"aux_info": 1}, {"spec_tokens": 0}, {"sp_edit": 3}])
+def test_xargs_that_no_check_reads(kind: Any, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = {"prompt": "x"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "x"}]}
+    sent = kind(model="m", **text, vllm_xargs=fields)
+    with monkeypatch.context() as patches:
+        restore_afterwards(patches)
+        refuse_unread_fields(100)
+        assert sent.to_sampling_params(4, {}).extra_args == fields
+    restore_afterwards(monkeypatch)
+    refuse_unread_fields(100, reads_xargs=False)
+    with pytest.raises(RefusedRequestError, match=next(iter(fields))):
+        sent.to_sampling_params(4, {})
+    # What the middleware hands over passes.
+    handed = kind(model="m", **text, vllm_xargs={HANDOVER_ENTRY: "k"})
+    assert handed.to_sampling_params(4, {}).extra_args == {HANDOVER_ENTRY: "k"}
 
 
 def test_offline_aux_info_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ class Alias:
 
     target: the canonical key that it stands for; None: it is ignored, for the reason `why`.
     values: the other engine's value -> the value here; other values are refused. None: values stay as they are.
-    off_values: values that ask for no speculation.
+    off_values: values that ask for no speculation; texts in small letters stand for any case.
     implies: keys that the other engine sets with this one, unless the user sets them.
     """
 
@@ -52,7 +52,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
                 "speculate_method",
                 "method",
                 values={"inference_with_reference": "ngram", "mtp": "mtp", "eagle": "eagle"},
-                off_values=(None, "None"),
+                off_values=(None, "none"),
             ),
             Alias(PADDLENLP, "speculate_max_draft_token_num", "num_speculative_tokens"),
             Alias(PADDLENLP, "speculate_max_ngram_size", "max_ngram_size"),
@@ -137,6 +137,9 @@ OTHER_SPELLINGS: Mapping[str, str] = MappingProxyType(
         "SP_MAX_TOKEN_MATCH": "sp_max_token_match",
         # RTP-LLM spells its variable in this way.
         "GEN_NUM_PER_CIRCLE": "gen_num_per_cycle",
+        # An older document of RTP-LLM's has this name.
+        "SP_WEIGHT_TYPE": "sp_quantization",
+        "SPECULATE_VERIFY_USE_TOPK": "verify_strategy",
     }
 )
 """Environment variables of the other systems, and the keys that they stand for. No config key is spelt so."""
@@ -304,7 +307,17 @@ def _defaults(config: NormalisedConfig, system: str | None, *, is_asked: bool) -
     for default in DIALECTS[dialect_of(system)].defaults if system else ():
         if (is_asked or default.by_name) and default.when(config.values):
             found[default.key] = default.value
-    return found
+    return found | _fitting_sizes(config.values, found)
+
+
+def _fitting_sizes(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, int]:
+    """The default of one n-gram size where the user has set the other so that it does not fit."""
+    fitting = {}
+    for key, other, bound in (("min_ngram_size", "max_ngram_size", min), ("max_ngram_size", "min_ngram_size", max)):
+        size = values.get(other)
+        if key in defaults and values.get(key) is None and isinstance(size, int) and not isinstance(size, bool):
+            fitting[key] = max(1, bound(defaults[key], size))
+    return fitting
 
 
 def _fill_in(config: NormalisedConfig, values: Mapping[str, Any], says: str) -> list[str]:
@@ -353,7 +366,7 @@ def _our_value(name: str, value: Any, dialect: str | None) -> tuple[str | None, 
 
 
 def _translate(alias: Alias, value: Any) -> Any:
-    if value in alias.off_values if isinstance(value, str | None) else False:
+    if (value is None or isinstance(value, str)) and (value.lower() if value else value) in alias.off_values:
         return OFF
     if alias.target == "quantization":
         return vllm_name(value) or value

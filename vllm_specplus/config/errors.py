@@ -54,10 +54,14 @@ def choices(names: Iterable[Any]) -> str:
 
 
 def nearest(name: Any, known: Iterable[str], cutoff: float = 0.75) -> str | None:
-    """The known name that `name` most likely stands for, or None."""
+    """The known name that `name` most likely stands for, in any case; or None."""
     if not isinstance(name, str):
         return None
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    names = list(known)
+    found = [
+        *difflib.get_close_matches(name, names, n=1, cutoff=cutoff),
+        *difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff),
+    ]
     return found[0] if found else None
 
 

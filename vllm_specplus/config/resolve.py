@@ -52,14 +52,12 @@ class Resolved:
     vllm: the keys for vLLM's ``SpeculativeConfig``, without plugin and migration keys. A config that has none of these
     comes back unchanged.
     notes, warnings: lines for the log.
-    system: the system whose defaults hold, None for none.
     """
 
     options: SpecPlusOptions | None
     vllm: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    system: str | None = None
 
     def as_json(self, indent: int | None = None) -> str:
         """``{"options": ..., "vllm": ...}`` as JSON, without options that nothing reads in this configuration.
@@ -146,7 +144,7 @@ def resolve(raw: Mapping[str, Any], *, strict: bool = False) -> Resolved:
     if options is None and (idle := [key for key in OWN_KEYS if parsed.config.names(key)]):
         shown = ", ".join(parsed.setting(key) for key in idle)
         notes.append(f"{shown}: vLLM does this by itself, so its own path is taken")
-    return _resolved(options, vllm, notes, warnings, config.system)
+    return _resolved(options, vllm, notes, warnings)
 
 
 def _resolved(
@@ -154,10 +152,9 @@ def _resolved(
     vllm: dict[str, Any],
     notes: list[str],
     warnings: list[str],
-    system: str | None = None,
 ) -> Resolved:
     prefix = "speculative_config: "
-    return Resolved(options, vllm, [prefix + line for line in notes], [prefix + line for line in warnings], system)
+    return Resolved(options, vllm, [prefix + line for line in notes], [prefix + line for line in warnings])
 
 
 def _concerns_plugin(items: list[tuple[str, Any]]) -> bool:

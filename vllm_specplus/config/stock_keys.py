@@ -79,13 +79,22 @@ def stock_keys() -> StockKeys:
     Raises:
         SpecPlusConfigError: vLLM is not installed, or its source cannot be read.
     """
+    return read_stock_keys(vllm_folder())
+
+
+def vllm_folder() -> Path:
+    """The folder of the vLLM that ``import vllm`` would load.
+
+    Raises:
+        SpecPlusConfigError: vLLM is not installed.
+    """
     try:
         spec = importlib.util.find_spec("vllm")
     except (ImportError, ValueError):
         spec = None
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(folder) / CONFIG_FILE).is_file():
-            return read_stock_keys(Path(folder))
+            return Path(folder)
     raise SpecPlusConfigError(f"cannot check the speculative config: no installed vLLM with {CONFIG_FILE} was found")
 
 

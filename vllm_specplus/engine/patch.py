@@ -11,7 +11,6 @@ from vllm.logger import init_logger
 
 from vllm_specplus.compat import SpecPlusCompatError, check_vllm
 from vllm_specplus.config import Resolved, SpecPlusConfigError, resolve
-from vllm_specplus.config.dialects import RTP_LLM
 from vllm_specplus.config.errors import config_error, show
 from vllm_specplus.config.summary import summary
 from vllm_specplus.engine.command import is_vllm_command
@@ -61,9 +60,10 @@ def _create(args: EngineArgs, original: Callable[..., Any], model_config: Any, p
     resolved = resolve(config)
     _log(resolved)
     if resolved.options is None:
-        _hand_to_vllm(args, config, resolved)
-        if resolved.system == RTP_LLM:
-            _expect_rtp_requests(model_config)
+        if resolved.vllm != config:
+            # A plugin key, or another system's name.
+            _hand_to_vllm(args, resolved)
+            _expect_requests(model_config)
         return original(args, model_config, parallel_config)
 
     # Refuse what cannot work.
@@ -104,10 +104,8 @@ def _user_config(args: EngineArgs) -> dict[str, Any] | None:
     return flags | config
 
 
-def _hand_to_vllm(args: EngineArgs, config: dict[str, Any], resolved: Resolved) -> None:
+def _hand_to_vllm(args: EngineArgs, resolved: Resolved) -> None:
     """Put vLLM's own keys in place of another engine's, and of plugin keys that ask for nothing."""
-    if resolved.vllm == config:
-        return
     logger.info("resolved speculative config: %s", resolved.as_json())
     # No keys: the config asks for no speculation.
     args.speculative_config = dict(resolved.vllm) or None
@@ -134,13 +132,13 @@ def _set_async_scheduling(args: EngineArgs, reason: str | None) -> None:
         setattr(args, _ASYNC_TURNED_OFF, True)
 
 
-def _expect_rtp_requests(model_config: Any) -> None:
-    """Prepare for RTP-LLM's requests in an engine in which vLLM drafts alone: they may ask for `aux_info`."""
+def _expect_requests(model_config: Any) -> None:
+    """Prepare for the plugin's requests in an engine in which vLLM drafts alone: they may ask for `aux_info`."""
     if is_vllm_command():
         # The middleware answers them. Without it they are refused.
         from vllm_specplus.requests.unread_fields import refuse_unread_fields
 
-        refuse_unread_fields(model_config.max_model_len)
+        refuse_unread_fields(model_config.max_model_len, reads_xargs=False)
     else:
         # In a user's own program nothing else is asked before its requests.
         from vllm_specplus.requests.steps import step_counter

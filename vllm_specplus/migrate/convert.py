@@ -7,24 +7,17 @@ from typing import Any
 
 from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
 from vllm_specplus.config.aliases import ALIASES
-from vllm_specplus.config.dialects import FASTDEPLOY, RTP_LLM, dialect_of
+from vllm_specplus.config.dialects import dialect_of
 from vllm_specplus.config.errors import choices, config_error
 from vllm_specplus.config.quantizations import quantization_named, vllm_name
+from vllm_specplus.config.stock_keys import stock_keys
 from vllm_specplus.migrate.sources import VLLM_ASCEND, Start
-from vllm_specplus.migrate.tables import FOREIGN_VARIABLES, OPTIONS, Option
+from vllm_specplus.migrate.tables import DEFAULTS, FOREIGN_VARIABLES, OPTIONS, Option
+from vllm_specplus.migrate.vllm_flags import vllm_flags
 
 _FALSE = ("0", "false", "no", "off", "none")
-_DEFAULTS = {
-    FASTDEPLOY: {
-        "max_model_len": "2048",
-        "max_num_seqs": "8",
-        "block_size": "64",
-        "enable_prefix_caching": "false",
-        "enable_chunked_prefill": "false",
-    },
-    RTP_LLM: {"reuse_cache": "false"},
-}
-"""Defaults of the servers that differ from vLLM's, by system."""
+# Parts of the names of vLLM Ascend's own options that change what is drafted or accepted.
+_DRAFTING_WORDS = ("draft", "spec", "verif", "entropy", "reject")
 SYSTEMS = (*dict.fromkeys(system for system, _ in OPTIONS), VLLM_ASCEND)
 
 
@@ -82,15 +75,27 @@ def migrate(start: Start, system: str | None = None) -> Migration:
         _convert_ascend(result, start)
     else:
         for name, value in dict(start.options).items():
-            _convert(result, name, value, is_inserted=name in start.inserted_variables)
-        names = {name.replace("-", "_").lower() for name, _ in start.options}
-        for name, default in _DEFAULTS.get(found, {}).items():
-            if name not in names:
-                result.note(f"{name}: left out; {found}'s default is {default}, vLLM has its own")
+            _convert(result, name, value, start)
+        _note_defaults(result, start)
+    for line in start.unread:
+        result.note(line, is_missing=True)
     if result.model is None:
         result.note("the model is not named: put it in the place of MODEL", is_missing=True)
     _check_speculation(result)
     return result
+
+
+def _note_defaults(result: Migration, start: Start) -> None:
+    """Name the defaults of the system's that differ from vLLM's, where nothing sets them."""
+    program = start.words[start.program] if start.program >= 0 else ""
+    for default in DEFAULTS.get(result.system, ()):
+        flags = {default.flag, "--no-" + default.flag.removeprefix("--"), default.flag.replace("--no-", "--")}
+        if default.program in program and not flags & result.flags.keys():
+            value = f" {default.value}" if default.value else ""
+            result.note(
+                f"{default.name}: left out; {result.system}'s default is {default.says}, vLLM has its own. For the "
+                f"same add {default.flag}{value}"
+            )
 
 
 def _system_of_options(start: Start) -> str | None:
@@ -109,13 +114,13 @@ def _option(system: str, name: str) -> Option | None:
     return OPTIONS.get((system, spelling)) or OPTIONS.get((system, spelling.lower()))
 
 
-def _convert(result: Migration, name: str, value: str, *, is_inserted: bool) -> None:
+def _convert(result: Migration, name: str, value: str, start: Start) -> None:
     option = _option(result.system, name)
     shown = f"{name}={value}" if value else name
     if option is None:
         if name.startswith(FOREIGN_VARIABLES):
             result.note(f"{shown}: stays in the environment")
-        elif is_inserted:
+        elif name in start.inserted_variables:
             result.note(f"{shown}: is put in where the command names it")
         else:
             result.note(f"{shown}: is no known option of {result.system}'s", is_missing=True)
@@ -123,14 +128,18 @@ def _convert(result: Migration, name: str, value: str, *, is_inserted: bool) -> 
         _add_config(result, value)
     elif value.lower() in {neutral.lower() for neutral in option.neutral}:
         result.note(f"{shown}: asks for nothing that vLLM does not do")
+    elif option.name == "config" and start.has_file:
+        result.note(f"{shown}: its options were read with --yaml")
     elif option.kind == "none":
         target = f"{option.target} must be written by hand: " if option.target else "has no counterpart: "
         result.note(f"{shown}: {target}{option.why}", is_missing=option.matters)
+    elif not value and option.kind in ("value", "model"):
+        result.note(f"{shown}: has no value", is_missing=True)
     elif option.kind == "model":
         result.model = value
         result.note(f"{shown} -> vllm serve {value}")
     elif option.kind == "speculative":
-        result.speculative[option.target] = _typed(value)
+        result.speculative[option.target] = _typed(option.value or value)
         result.note(f"{shown} -> {option.target} of --speculative-config")
     elif option.kind == "switch":
         if value.lower() in _FALSE:
@@ -139,19 +148,23 @@ def _convert(result: Migration, name: str, value: str, *, is_inserted: bool) -> 
             result.flags[option.target] = None
         result.note(f"{shown} -> {list(result.flags)[-1]}")
     else:
-        _set_flag(result, option, shown, value)
+        _set_flag(result, option.target, shown, option.value or value)
 
 
-def _set_flag(result: Migration, option: Option, shown: str, value: str) -> None:
-    if option.target == "--quantization":
+def _set_flag(result: Migration, flag: str, shown: str, value: str) -> None:
+    """Add a flag with its value, which is translated if it names a quantization."""
+    if flag == "--quantization":
         known = quantization_named(value)
         if known is not None and known.target is None:
             result.note(f"{shown}: {known.says}", is_missing=True)
             return
         value = vllm_name(value) or value
+        if value not in (methods := stock_keys().quantizations):
+            result.note(f"{shown}: vLLM has no such quantization; its methods are {choices(methods)}", is_missing=True)
+            return
         shown = f"{shown} ({known.says})" if known is not None and known.says else shown
-    result.flags[option.target] = value
-    result.note(f"{shown} -> {option.target} {value}")
+    result.flags[flag] = value
+    result.note(f"{shown} -> {flag} {value}")
 
 
 def _typed(value: str) -> Any:
@@ -166,7 +179,7 @@ def _add_config(result: Migration, value: str) -> None:
     try:
         config = parse_json(value)
     except SpecPlusConfigError as problem:
-        result.note(f"speculative_config: {problem}", is_missing=True)
+        result.note(str(problem), is_missing=True)
         return
     result.speculative |= config
     result.note("speculative_config -> --speculative-config")
@@ -194,20 +207,53 @@ def _check_speculation(result: Migration) -> None:
 
 def _convert_ascend(result: Migration, start: Start) -> None:
     """vLLM Ascend's options are vLLM's, but for its own config."""
-    models = [word for word in start.words if word not in ("vllm", "serve") and not word.startswith("-")]
-    result.model = models[0] if models else None
+    known = vllm_flags()
+    words = [word for word in start.arguments if word not in ("vllm", "serve")]
     for name, value in dict(start.options).items():
-        flag = "--" + name.replace("_", "-")
-        if flag == "--speculative-config":
-            _add_config(result, value)
-        elif flag == "--additional-config":
-            result.note(f"{name}={value}: has no counterpart: it is vLLM Ascend's alone, for NPUs", is_missing=False)
-        elif flag == "--model":
-            result.model = value
-            result.note(f"{name}={value} -> vllm serve {value}")
-        elif name.isupper():
-            result.note(f"{name}={value}: stays in the environment")
-        else:
-            result.flags[flag] = value or None
-            result.note(f"{name}: stays as it is")
+        long = known.short.get(name.removeprefix("-")) if name.startswith("-") else name.replace("_", "-")
+        if long in known.switches and value and value.lower() not in ("true", *_FALSE):
+            # A switch takes no value: the word after it stands for itself.
+            words.append(value)
+            value = ""
+        _convert_flag(result, name, long, value)
+    if words and result.model is None:
+        result.model = words.pop(0)
+    for word in words:
+        result.note(f"{word}: is no option, so it was not read", is_missing=True)
     result.note("platform: vllm-specplus runs on CUDA and on a CPU; an NPU refuses its keys")
+
+
+def _convert_flag(result: Migration, name: str, long: str | None, value: str) -> None:
+    """Hand on one flag of vLLM's; `long`: its long name without dashes, None for an unknown short one."""
+    known = vllm_flags()
+    shown = f"{name}={value}" if value else name
+    base, key = (long or name).partition(".")[0], name.partition(".")[2].replace("-", "_")
+    is_level = name.startswith("-O")
+    if name.isupper() and not is_level:
+        result.note(f"{shown}: stays in the environment")
+    elif long == "speculative-config":
+        _add_config(result, value)
+    elif base == "speculative-config":
+        result.speculative[key] = _typed(value)
+        result.note(f"{shown} -> {key} of --speculative-config")
+    elif base == "additional-config":
+        changes_drafts = any(word in f"{key}{value}".lower() for word in _DRAFTING_WORDS)
+        what = "; it changes what is drafted or accepted there" if changes_drafts else ""
+        result.note(
+            f"{shown}: has no counterpart: it is vLLM Ascend's alone, for NPUs{what}", is_missing=changes_drafts
+        )
+    elif long == "model":
+        result.model = value
+        result.note(f"{shown} -> vllm serve {value}")
+    elif base not in known.names and not is_level and base.removeprefix("no-") not in known.negatable:
+        result.note(f"{shown}: vLLM has no such flag", is_missing=True)
+    elif long == "quantization":
+        _set_flag(result, "--quantization", shown, value)
+    elif long in known.switches and value.lower() in _FALSE:
+        if long in known.negatable:
+            result.flags[f"--no-{long}"] = None
+        result.note(f"{shown} -> {f'--no-{long}' if long in known.negatable else 'left out'}")
+    else:
+        flag = name if is_level else f"--{long}"
+        result.flags[flag] = None if long in known.switches else value or None
+        result.note(f"{name}: stays as it is" if flag == f"--{name}" else f"{shown} -> {flag}")

@@ -10,6 +10,8 @@ from vllm_specplus.config.dialects import FASTDEPLOY, PADDLENLP, RTP_LLM
 Kind = Literal["value", "switch", "model", "speculative", "none"]
 _PD = "disaggregated prefill is vLLM's --kv-transfer-config with a connector, and a proxy in front of both servers"
 
+_CONNECTOR = "vLLM's connector chooses how the KV cache travels, and has ports of its own"
+
 
 @dataclass(frozen=True)
 class Option:
@@ -20,6 +22,7 @@ class Option:
     model, which stands first. `speculative`: a key of the speculative config.
     why: what differs, or why there is no counterpart. matters: whether the server differs without it.
     neutral: values that ask for nothing, so that they need no counterpart.
+    value: the value for vLLM, whatever the option's own; "": the option's own.
     """
 
     name: str
@@ -29,6 +32,22 @@ class Option:
     why: str = ""
     matters: bool = False
     neutral: tuple[str, ...] = ()
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class Default:
+    """What a system takes for an option that is left out, where vLLM takes something else.
+
+    says: its value there. flag, value: what asks vLLM for it; a switch has "". program: a part of the program's name,
+    where only that one has this default.
+    """
+
+    name: str
+    says: str
+    flag: str
+    value: str = ""
+    program: str = ""
 
 
 def _same(systems: tuple[str, ...], *names: str, kind: Kind = "value") -> tuple[Option, ...]:
@@ -36,6 +55,8 @@ def _same(systems: tuple[str, ...], *names: str, kind: Kind = "value") -> tuple[
 
 
 _FD, _NLP, _RTP = (FASTDEPLOY,), (PADDLENLP,), (RTP_LLM,)
+# The program of PaddleNLP's serving image.
+_SERVING_IMAGE = "start_server"
 _INTERNAL = "an inner detail of that system: vLLM finds its own"
 # RTP-LLM's arguments of its kernels, memory and scheduler.
 _RTP_INNER = [
@@ -124,11 +145,15 @@ _OPTIONS = (
         _FD,
         "--kv-transfer-config",
         "none",
-        f"{_PD}; name your connector, and check that speculation goes with it",
+        f"{_PD}; name your connector, with kv_role kv_producer for prefill and kv_consumer for decode",
         matters=True,
         neutral=("mixed",),
     ),
     Option("innode_prefill_ports", _FD, "", "none", _PD, matters=True),
+    Option("cache_transfer_protocol", _FD, "--kv-transfer-config", "none", _CONNECTOR, matters=True),
+    Option("rdma_comm_ports", _FD, "--kv-transfer-config", "none", _CONNECTOR, matters=True),
+    Option("pd_comm_port", _FD, "--kv-transfer-config", "none", _CONNECTOR, matters=True),
+    Option("router", _FD, "", "none", "the proxy of disaggregated prefill takes its place", True),
     Option("scheduler_name", _FD, "", "none", "the proxy of disaggregated prefill takes its place", True, ("local",)),
     *(
         Option(name, _FD, "", "none", "it belongs to FastDeploy's scheduler for disaggregated prefill")
@@ -201,11 +226,11 @@ _OPTIONS = (
     Option(
         "SPECULATE_VERIFY_USE_TOPK",
         _NLP,
-        "",
-        "none",
-        "PaddleNLP's greedy verification: write verify_strategy greedy into the speculative config",
-        True,
-        ("0",),
+        "verify_strategy",
+        "speculative",
+        "PaddleNLP's greedy verification",
+        neutral=("0",),
+        value="greedy",
     ),
     Option("MODEL_PATH", _NLP, "", "none", "where PaddleNLP keeps downloaded models; vLLM's is --download-dir"),
     Option("MODEL_MTP_PATH", _NLP, "", "none", "mounted for SPECULATE_MODEL_PATH"),
@@ -273,7 +298,7 @@ _OPTIONS = (
     Option("start_port", _RTP, "--port"),
     Option("reuse_cache", _RTP, "--enable-prefix-caching", "switch"),
     Option("seq_size_per_block", _RTP, "--block-size"),
-    Option("fp8_kv_cache", _RTP, "--kv-cache-dtype", "none", "write fp8", True, ("0",)),
+    Option("fp8_kv_cache", _RTP, "--kv-cache-dtype", neutral=("0",), value="fp8"),
     Option("enable_cuda_graph", _RTP, "", "none", "vLLM captures CUDA graphs unless --enforce-eager"),
     Option("enable_native_cuda_graph", _RTP, "", "none", _INTERNAL),
     Option("warm_up", _RTP, "", "none", "vLLM warms up always"),
@@ -285,8 +310,9 @@ _OPTIONS = (
     Option("local_world_size", _RTP, "", "none", _INTERNAL),
     Option("reserver_runtime_mem_mb", _RTP, "", "none", "vLLM's is --gpu-memory-utilization"),
     Option("think_mode", _RTP, "--reasoning-parser", "none", "vLLM has a parser by model", True, ("0",)),
-    Option("int8_mode", _RTP, "--quantization", "none", "write quantization INT8", True, ("0",)),
-    Option("sp_int8_mode", _RTP, "sp_quantization", "none", "write sp_quantization INT8", True, ("0",)),
+    Option("int8_mode", _RTP, "--quantization", neutral=("0",), value="INT8"),
+    Option("sp_int8_mode", _RTP, "sp_quantization", "speculative", neutral=("0",), value="INT8"),
+    Option("SP_WEIGHT_TYPE", _RTP, "sp_quantization", "speculative"),
     *(
         Option(name, _RTP, "", "none", _INTERNAL)
         for name in (
@@ -339,3 +365,23 @@ FOREIGN_VARIABLES = (
     "ASCEND_",
     "VLLM_",
 )
+DEFAULTS: Mapping[str, tuple[Default, ...]] = MappingProxyType(
+    {
+        FASTDEPLOY: (
+            Default("max_model_len", "2048", "--max-model-len", "2048"),
+            Default("max_num_seqs", "8", "--max-num-seqs", "8"),
+            Default("block_size", "64", "--block-size", "64"),
+            Default("enable_prefix_caching", "false", "--no-enable-prefix-caching"),
+            Default("enable_chunked_prefill", "false", "--no-enable-chunked-prefill"),
+        ),
+        PADDLENLP: (
+            Default("SERVICE_HTTP_PORT", "9965", "--port", "9965", _SERVING_IMAGE),
+            Default("BATCH_SIZE", "50", "--max-num-seqs", "50", _SERVING_IMAGE),
+        ),
+        RTP_LLM: (
+            Default("start_port", "8088", "--port", "8088"),
+            Default("reuse_cache", "false", "--no-enable-prefix-caching"),
+        ),
+    }
+)
+"""By system."""

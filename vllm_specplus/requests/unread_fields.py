@@ -17,8 +17,10 @@ from vllm_specplus.requests.refusal import RefusedRequestError
 _ORIGINAL = "specplus_original"
 
 
-def check_unread_fields(fields: dict[str, Any], max_model_len: int) -> None:
-    """Check the fields of a body that vLLM does not know; `max_model_len`: see `parse_options`.
+def check_unread_fields(fields: dict[str, Any], xargs: dict[str, Any], max_model_len: int) -> None:
+    """Check the fields of a body that vLLM does not know, and of its ``vllm_xargs`` those that nothing reads.
+
+    `max_model_len`: see `parse_options`.
 
     OpenAI's ``prediction`` is a hint that a server may ignore, so it passes. So do values that ask for nothing.
 
@@ -27,7 +29,7 @@ def check_unread_fields(fields: dict[str, Any], max_model_len: int) -> None:
     """
     fields = {name: value for name, value in fields.items() if name != "prediction"}
     try:
-        options = take_options(fields, {}, max_model_len)
+        options = take_options(fields, xargs, max_model_len)
     except RequestError as error:
         raise RefusedRequestError(str(error), parameter=error.field) from None
     if options is not None:
@@ -39,21 +41,24 @@ def check_unread_fields(fields: dict[str, Any], max_model_len: int) -> None:
         )
 
 
-def refuse_unread_fields(max_model_len: int) -> None:
+def refuse_unread_fields(max_model_len: int, *, reads_xargs: bool = True) -> None:
     """Have vLLM's server check each request's unknown fields; a second call changes nothing.
 
-    `max_model_len`: see `parse_options`.
+    Args:
+        max_model_len: see `parse_options`.
+        reads_xargs: whether a check of requests reads ``vllm_xargs``.
     """
     for request_class in (ChatCompletionRequest, CompletionRequest):
         original = request_class.to_sampling_params
         if not hasattr(original, _ORIGINAL):
-            request_class.to_sampling_params = _checking(original, max_model_len)
+            request_class.to_sampling_params = _checking(original, max_model_len, reads_xargs)
 
 
-def _checking(original: Any, max_model_len: int) -> Any:
+def _checking(original: Any, max_model_len: int, reads_xargs: bool) -> Any:
     @functools.wraps(original)
     def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
-        check_unread_fields(request.model_extra or {}, max_model_len)
+        xargs = {} if reads_xargs else dict(request.vllm_xargs or {})
+        check_unread_fields(request.model_extra or {}, xargs, max_model_len)
         return original(request, *args, **kwargs)
 
     setattr(to_sampling_params, _ORIGINAL, original)

@@ -65,9 +65,18 @@ def test_all_drafts_of_one_request_are_accepted(name: str, trained: Path) -> Non
     check_forced_acceptance(trained, MTP | (hybrid if name == "hybrid" else {}))
 
 
-def test_aux_info_where_vllm_drafts_alone(trained: Path) -> None:
-    """RTP-LLM's name for something that vLLM does by itself."""
-    with engine(trained, {"sp_type": "mtp", "gen_num_per_cycle": 2}) as e:
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"sp_type": "mtp", "gen_num_per_cycle": 2},
+        {"method": "mtp", "num_speculative_tokens": 2, "num_model_steps": 2},
+        {"speculate_method": "mtp", "speculate_max_draft_token_num": 2},
+    ],
+    ids=["rtp_llm", "own_key", "paddlenlp"],
+)
+def test_aux_info_where_vllm_drafts_alone(config: dict[str, Any], trained: Path) -> None:
+    """Names and keys for something that vLLM does by itself."""
+    with engine(trained, config) as e:
         for extra in ({}, {"n": 2, "temperature": 1.0, "seed": 5}):
             before = e.counts()
             (result,) = e.generate(PROMPTS[:1], extra_args={"aux_info": True}, **extra)

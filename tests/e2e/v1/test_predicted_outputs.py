@@ -20,6 +20,7 @@ CONFIG = {
     "num_model_steps": 2,
     "mtp_strategy": "with_ngram",
     "adaptive": False,
+    "allow_force_accept": True,
 }
 PROMPT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -124,6 +125,21 @@ def test_aux_info(client: openai.OpenAI) -> None:
     assert last.usage is None
     assert last.aux_info["output_len"] == 60
     assert not any(hasattr(chunk, "aux_info") for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", ["top", "extra_config"])
+def test_all_drafts_are_accepted(client: openai.OpenAI, place: str, stream: bool) -> None:
+    fields = {"force_sp_accept": True, "aux_info": True}
+    body = {"ignore_eos": True} | (fields if place == "top" else {"extra_config": fields})
+    for answer in (
+        client.completions.create(**GREEDY, prompt=PROMPT, extra_body=body, stream=stream),
+        client.chat.completions.create(**GREEDY, messages=MESSAGES, extra_body=body, stream=stream),
+    ):
+        aux = (list(answer)[-1] if stream else answer).aux_info
+        assert aux["output_len"] == 60
+        # The model drafts two tokens a step at least, but for the first.
+        assert aux["iter_count"] <= 1 + 60 // 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
