@@ -40,7 +40,9 @@ def vllm_flags() -> VllmFlags:
 
 @functools.lru_cache(maxsize=2)
 def _read_flags(package: Path) -> VllmFlags:
-    names, short, actions = set(), {}, {}
+    names: set[str] = set()
+    short: dict[str, str] = {}
+    actions: dict[str, str] = {}
     for path in (package / _ARGUMENTS_FILE, *sorted(package.glob(_SERVER_FILES))):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for name, is_switch in _fields(tree):
