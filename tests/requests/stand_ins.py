@@ -28,6 +28,11 @@ OTHER_ROUTES = (
     "/v1/messages",
     "/v1/systemone",
     "/cohere/v2/chat",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+    "/v1/responses/render",
+    "/v1/messages/render",
+    "/cohere/v2/chat/render",
 )
 ROUTES = (CHAT, TEXT, INVOCATIONS, *OTHER_ROUTES, "/v1/embeddings")
 SECRET = "def secret(): return 42"

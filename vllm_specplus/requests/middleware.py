@@ -42,6 +42,12 @@ _OTHER_PATHS = (
     "/v1/messages",
     "/v1/systemone",
     "/cohere/v2/chat",
+    # These turn a request into tokens and parameters, for another server to run.
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+    "/v1/responses/render",
+    "/v1/messages/render",
+    "/cohere/v2/chat/render",
 )
 # In a scope: another PredictedOutputs, further out, takes care of the request.
 _SCOPE_MARK = "specplus"
@@ -53,8 +59,8 @@ class PredictedOutputs:
     """ASGI middleware for ``vllm serve --middleware vllm_specplus.requests.PredictedOutputs``.
 
     It acts on POSTs of JSON to the chat completions, completions and ``/invocations``. At vLLM's batch of chat
-    completions, Responses, Messages, structured decisions and Cohere's chat it refuses the plugin's fields outside of
-    ``vllm_xargs``.
+    completions, Responses, Messages, structured decisions, Cohere's chat and the routes that render requests, it
+    refuses the plugin's fields outside of ``vllm_xargs``.
 
     The plugin's fields do not go to vLLM: their meaning waits in `check.handover`. A request with a reference gets
     ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true``

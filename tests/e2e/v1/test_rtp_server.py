@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -25,11 +26,16 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+# The stand-in key of the test servers' clients.
+KEY = "none"
+
+
 @pytest.fixture(scope="module")
 def deterministic(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = json.dumps({"sp_type": "deterministic", "gen_num_per_cycle": 8})
     folder = tmp_path_factory.mktemp("deterministic")
-    with serve(trained, folder, "--speculative-config", config, VLLM_PLUGINS="specplus") as running:
+    options = ["--speculative-config", config, "--api-key", "other", KEY]
+    with serve(trained, folder, *options, VLLM_PLUGINS="specplus") as running:
         yield running
 
 
@@ -94,6 +100,18 @@ def test_the_advice_drafts(deterministic: Server, place: str) -> None:
 def test_wrong_fields(deterministic: Server, fields: dict[str, Any], field: str, stream: bool, route: str) -> None:
     error = refusal(deterministic.client(), fields, stream, route)
     assert error.body["param"] == field
+
+
+def test_the_servers_api_key(deterministic: Server) -> None:
+    """It guards the plugin's routes too, and a request without it is not read."""
+    for path in ("/specplus/stats", "/specplus/metrics"):
+        for key, status in (("", 401), ("wrong", 401), (KEY, 200)):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            assert httpx.get(deterministic.address + path, headers=headers, timeout=60).status_code == status
+    stranger = deterministic.client().with_options(api_key="wrong")
+    for fields in ({"sp_advice_prompt": "x"}, {"aux_info": "no boolean"}):
+        with pytest.raises(openai.AuthenticationError):
+            stranger.completions.create(**GREEDY, extra_body=fields)
 
 
 @pytest.mark.parametrize("stream", [False, True])
