@@ -58,9 +58,9 @@ _T = TypeVar("_T")
 class PredictedOutputs:
     """ASGI middleware for ``vllm serve --middleware vllm_specplus.requests.PredictedOutputs``.
 
-    It acts on POSTs of JSON to the chat completions, completions and ``/invocations``. At vLLM's batch of chat
-    completions, Responses, Messages, structured decisions, Cohere's chat and the routes that render requests, it
-    refuses the plugin's fields outside of ``vllm_xargs``.
+    It acts on POSTs of JSON to the chat completions, completions and ``/invocations``. Outside of ``vllm_xargs`` it
+    refuses the plugin's fields at vLLM's batch of chat completions, Responses, Messages, structured decisions and
+    Cohere's chat. So it does at the routes that render requests.
 
     The plugin's fields do not go to vLLM: their meaning waits in `check.handover`. A request with a reference gets
     ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true``
