@@ -11,6 +11,8 @@ from vllm_specplus.config import SpecPlusConfigError
 from vllm_specplus.config.stock_keys import CONFIG_FILE, QUANTIZATION_FILE, read_stock_keys, stock_keys
 
 CONFIG = '''
+from vllm.config import LoadConfig
+
 MTPModelTypes = Literal["a_mtp", "mtp"]
 SpeculativeMethod = Literal["ngram", MTPModelTypes, Literal["suffix"]]
 
@@ -23,6 +25,7 @@ class SpeculativeConfig:
     schedule: list[tuple[int, int]] | None = None
     mixed: Union[int, str] = 3
     backend: Backend | None = None
+    load: LoadConfig | None = None
     rewritten: int = 1
     shared: ClassVar[int] = 1
     _hidden: int = 1
@@ -32,11 +35,30 @@ class SpeculativeConfig:
     def _read(cls, value): ...
 '''
 QUANTIZATION = 'QuantizationMethods = Literal["fp8"]\n'
+LOAD_OBJECT = object()
+CONFIG_PACKAGE = "from vllm.config.load import LoadConfig"
+LOAD = """
+Strategy: TypeAlias = Literal["lazy", "eager"]
+if TYPE_CHECKING:
+    from elsewhere import Formats
+else:
+    Formats = str
+
+@config
+class LoadConfig:
+    format: str | Formats = "auto"
+    strategy: Strategy | None = None
+    threads: int = Field(default=8, ge=1)
+
+    @field_validator("format", mode="after")
+    def _lower(cls, value): ...
+"""
 
 
 def package(folder: Path, config: str = CONFIG, quantization: str = QUANTIZATION) -> Path:
-    for name, text in ((CONFIG_FILE, config), (QUANTIZATION_FILE, quantization)):
-        (folder / name).parent.mkdir(parents=True)
+    files = {CONFIG_FILE: config, "config/__init__.py": CONFIG_PACKAGE, "config/load.py": LOAD}
+    for name, text in (files | {QUANTIZATION_FILE: quantization}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
 
@@ -50,7 +72,13 @@ def test_reads_a_package(tmp_path: Path) -> None:
         "schedule": list[tuple[int, int]] | None,
         "mixed": int | str,
         "backend": Any,
+        "load": Any,
         "rewritten": Any,
+    }
+    assert {name: key.type for name, key in found.keys["load"].fields.items()} == {
+        "format": str,
+        "strategy": Literal["lazy", "eager"] | None,
+        "threads": int,
     }
     assert dict(found.keys["count"].bounds) == {"gt": 0, "le": 9}
     assert found.keys["limit"].default == -1
@@ -62,7 +90,8 @@ def test_reads_a_package(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "read"),
-    [("count", "3", 3), ("limit", None, None), ("schedule", [[1, 2]], [(1, 2)]), ("backend", 3, 3)],
+    [("count", "3", 3), ("limit", None, None), ("schedule", [[1, 2]], [(1, 2)]), ("backend", 3, 3)]
+    + [("load", value, value) for value in (None, {"threads": "3"}, LOAD_OBJECT)],
 )
 def test_values_are_read_as_vllm_reads_them(tmp_path: Path, key: str, value: Any, read: Any) -> None:
     assert read_stock_keys(package(tmp_path)).keys[key].parse(f"{key}=?", value) == read
@@ -75,6 +104,7 @@ def test_values_are_read_as_vllm_reads_them(tmp_path: Path, key: str, value: Any
         ("limit", -2, "an integer >= -1 or null"),
         ("method", "ngrm", 'did you mean "ngram"?'),
         ("schedule", [[1]], "a list or null"),
+        ("load", 3, "an object or null"),
     ],
 )
 def test_values_out_of_bounds(tmp_path: Path, key: str, value: Any, said: str) -> None:
@@ -82,6 +112,29 @@ def test_values_out_of_bounds(tmp_path: Path, key: str, value: Any, said: str) -
         read_stock_keys(package(tmp_path)).keys[key].parse(f"{key}=?", value)
     assert said in str(caught.value)
     assert f"{key}=? is not allowed" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"nope": 1}, ["nope=1 in load=? is not allowed: expected one of format, strategy, threads"]),
+        ({"thread": 1}, ["did you mean threads?"]),
+        ({"format": 1}, ["format=1 in load=? is not allowed: expected a string"]),
+        ({"strategy": "lzy", "threads": 0}, ['did you mean "lazy"?', "threads=0 in load=? is not allowed"]),
+    ],
+)
+def test_fields_of_a_config_inside(tmp_path: Path, value: Any, said: list[str]) -> None:
+    with pytest.raises(SpecPlusConfigError) as caught:
+        read_stock_keys(package(tmp_path)).keys["load"].parse("load=?", value)
+    assert len(str(caught.value).splitlines()) == len(said)
+    assert all(words in str(caught.value) for words in said)
+
+
+def test_the_fields_of_the_installed_vllm_agree() -> None:
+    from vllm.config.load import LoadConfig
+
+    found = stock_keys().keys["draft_load_config"].fields
+    assert set(found) == {one.name for one in dataclasses.fields(LoadConfig)}
 
 
 @pytest.mark.parametrize(

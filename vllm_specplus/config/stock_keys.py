@@ -7,23 +7,33 @@ keys of a vLLM that is newer than itself.
 import ast
 import functools
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from vllm_specplus.config.errors import SpecPlusConfigError, schema_error
+from vllm_specplus.config.errors import (
+    SpecPlusConfigError,
+    combined_error,
+    nearest,
+    not_allowed_error,
+    schema_error,
+    setting,
+)
 
 CONFIG_FILE = "config/speculative.py"
 QUANTIZATION_FILE = "model_executor/layers/quantization/__init__.py"
 ATTENTION_FILE = "v1/attention/backends/registry.py"
 _BOUNDS = ("ge", "gt", "le", "lt")
-_SIMPLE: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
+_SIMPLE: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "dict": dict, "Any": Any}
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict}
+_SCALARS = (str, int, float, list, tuple)
+_CONFIG_PACKAGE = "vllm.config"
 
 
 class _NotSimpleError(Exception):
@@ -35,13 +45,15 @@ class StockKey:
     """One field of vLLM's ``SpeculativeConfig``.
 
     type: ``Any`` where it is not a simple one. bounds: numeric, by pydantic's names. default: None where it is not a
-    literal. summary: the first sentence of vLLM's own documentation of it.
+    literal. summary: the first sentence of vLLM's own documentation of it. fields: of the object that it holds, where
+    that is a config of vLLM's own.
     """
 
     type: Any
     bounds: Mapping[str, Any] = field(default_factory=dict)
     default: Any = None
     summary: str = ""
+    fields: Mapping[str, "StockKey"] = field(default_factory=dict)
 
     def parse(self, what: str, value: Any) -> Any:
         """Read `value` as vLLM's pydantic does: ``"False"`` is a bool.
@@ -49,6 +61,8 @@ class StockKey:
         Raises:
             SpecPlusConfigError: vLLM would refuse the value; the message begins with `what`.
         """
+        if self.fields:
+            self._check_fields(what, value)
         if self.type is Any:
             return value
         bounded: Any = Annotated[self.type, Field(**self.bounds)]
@@ -57,6 +71,25 @@ class StockKey:
             return adapter.validate_python(value)
         except ValidationError:
             raise schema_error(what, value, adapter.json_schema()) from None
+
+    def _check_fields(self, what: str, value: Any) -> None:
+        """Raise SpecPlusConfigError for a field that vLLM would refuse; an object of the engine's passes."""
+        if isinstance(value, _SCALARS):
+            raise not_allowed_error(what, "expected an object or null")
+        problems: list[SpecPlusConfigError] = []
+        for name, one in value.items() if isinstance(value, Mapping) else ():
+            place = f"{setting(name, one)} in {what}"
+            if name not in self.fields:
+                meant = nearest(name, self.fields)
+                hint = f"; did you mean {meant}?" if meant else ""
+                problems.append(not_allowed_error(place, f"expected one of {', '.join(self.fields)}{hint}"))
+                continue
+            try:
+                self.fields[name].parse(place, one)
+            except SpecPlusConfigError as problem:
+                problems.append(problem)
+        if problems:
+            raise combined_error(problems)
 
 
 @dataclass(frozen=True)
@@ -98,23 +131,20 @@ def read_stock_keys(package: Path) -> StockKeys:
     """
     source = package / CONFIG_FILE
     tree = _parse(source)
-    literals = _imported_literals(package, tree) | _literals(tree)
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    body = classes.get("SpeculativeConfig")
-    for name in ("SpeculativeMethod", "MTPModelTypes"):
-        if not literals.get(name):
-            raise _unreadable_error(source, f"{name} is not there as expected")
+    aliases = _imported_aliases(package, tree) | _aliases(tree)
+    body = _classes(tree).get("SpeculativeConfig")
+    methods, mtp_methods = (_choices(aliases, name, source) for name in ("SpeculativeMethod", "MTPModelTypes"))
     if body is None:
         raise _unreadable_error(source, "class SpeculativeConfig is not there")
+    fields = _fields(body, aliases)
+    for name, fields_inside in _fields_of_configs(package, tree, body).items():
+        fields[name] = replace(fields[name], fields=MappingProxyType(fields_inside))
     source = package / QUANTIZATION_FILE
-    quantizations = _literals(_parse(source)).get("QuantizationMethods")
-    if not quantizations:
-        raise _unreadable_error(source, "QuantizationMethods is not there as expected")
     return StockKeys(
-        keys=MappingProxyType(_fields(body, literals)),
-        methods=literals["SpeculativeMethod"],
-        mtp_methods=literals["MTPModelTypes"],
-        quantizations=quantizations,
+        keys=MappingProxyType(fields),
+        methods=methods,
+        mtp_methods=mtp_methods,
+        quantizations=_choices(_aliases(_parse(source)), "QuantizationMethods", source),
         attention_backends=_attention_backends(package),
     )
 
@@ -130,31 +160,86 @@ def _parse(source: Path) -> ast.Module:
         raise _unreadable_error(source, str(problem)) from None
 
 
-def _literals(tree: ast.Module) -> dict[str, tuple[str, ...]]:
-    """The module's ``Name = Literal[...]`` aliases, nested aliases flattened."""
-    found: dict[str, tuple[str, ...]] = {}
-    for node in tree.body:
-        if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
+def _choices(aliases: Mapping[str, Any], name: str, source: Path) -> tuple[str, ...]:
+    """The values of the ``Literal[...]`` that `source` calls `name`."""
+    alias = aliases.get(name)
+    if get_origin(alias) is not Literal:
+        raise _unreadable_error(source, f"{name} is not there as expected")
+    return get_args(alias)
+
+
+def _classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _aliases(tree: ast.Module) -> dict[str, Any]:
+    """The module's names for simple types and for ``Literal[...]``, whose nested aliases are flattened."""
+    found: dict[str, Any] = {}
+    for node in _executed(tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if not (isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and node.value):
             continue
         try:
-            found[node.targets[0].id] = _literal_values(node.value, found)
+            found[target.id] = _type(node.value, found)
         except _NotSimpleError:
             continue
     return found
 
 
-def _imported_literals(package: Path, tree: ast.Module) -> dict[str, tuple[str, ...]]:
-    """The ``Literal[...]`` aliases that the module imports from files of vLLM's own config."""
-    found: dict[str, tuple[str, ...]] = {}
+def _executed(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The module's statements, as they are executed where ``TYPE_CHECKING`` is false."""
     for node in tree.body:
-        if not (isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.config.")):
-            continue
-        source = package.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
-        if source.is_file():
-            literals = _literals(_parse(source))
-            names = [alias.name for alias in node.names]
-            found |= {name: literals[name] for name in names if name in literals}
+        is_for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        yield from node.orelse if isinstance(node, ast.If) and is_for_types else (node,)
+
+
+def _config_imports(package: Path, tree: ast.Module) -> Iterator[tuple[Path, list[str]]]:
+    """The files of vLLM's own config that the module imports from, with the names."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and f"{node.module}.".startswith(f"{_CONFIG_PACKAGE}."):
+            place = package.joinpath(*node.module.split(".")[1:])
+            source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            if source.is_file():
+                yield source, [alias.name for alias in node.names]
+
+
+def _imported_aliases(package: Path, tree: ast.Module) -> dict[str, Any]:
+    """The aliases that the module imports from files of vLLM's own config."""
+    found: dict[str, Any] = {}
+    for source, names in _config_imports(package, tree):
+        aliases = _aliases(_parse(source))
+        found |= {name: aliases[name] for name in names if name in aliases}
     return found
+
+
+def _fields_of_configs(package: Path, tree: ast.Module, body: ast.ClassDef) -> dict[str, dict[str, StockKey]]:
+    """The fields inside each field of `body` that holds a config of vLLM's own or None, by the outer field's name."""
+    found: dict[str, dict[str, StockKey]] = {}
+    for node in body.body:
+        match node:
+            case ast.AnnAssign(
+                target=ast.Name(id=name),
+                annotation=ast.BinOp(left=ast.Name(id=class_name), op=ast.BitOr(), right=ast.Constant(value=None)),
+            ):
+                if fields := _fields_of_config(package, tree, class_name):
+                    found[name] = fields
+    return found
+
+
+def _fields_of_config(package: Path, tree: ast.Module, name: str) -> dict[str, StockKey]:
+    """The fields of the config that the module imports as `name`; empty where it is none, or inherits some."""
+    for source, names in _config_imports(package, tree):
+        if name not in names:
+            continue
+        inside = _parse(source)
+        body = _classes(inside).get(name)
+        if body is None:
+            # The package hands on what its files define.
+            return _fields_of_config(package, inside, name)
+        if body.bases or not any(isinstance(one, ast.Name) and one.id == "config" for one in body.decorator_list):
+            return {}
+        return _fields(body, _imported_aliases(package, inside) | _aliases(inside))
+    return {}
 
 
 def _attention_backends(package: Path) -> tuple[str, ...]:
@@ -162,7 +247,7 @@ def _attention_backends(package: Path) -> tuple[str, ...]:
     source = package / ATTENTION_FILE
     if not source.is_file():
         return ()
-    classes = {node.name: node for node in _parse(source).body if isinstance(node, ast.ClassDef)}
+    classes = _classes(_parse(source))
     if "AttentionBackendEnum" not in classes:
         return ()
     return tuple(
@@ -174,9 +259,9 @@ def _attention_backends(package: Path) -> tuple[str, ...]:
     )
 
 
-def _literal_values(node: ast.expr, known: Mapping[str, tuple[str, ...]]) -> tuple[Any, ...]:
-    if isinstance(node, ast.Name) and node.id in known:
-        return known[node.id]
+def _literal_values(node: ast.expr, aliases: Mapping[str, Any]) -> tuple[Any, ...]:
+    if isinstance(node, ast.Name) and get_origin(aliases.get(node.id)) is Literal:
+        return get_args(aliases[node.id])
     if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal"):
         raise _NotSimpleError
     members = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -185,11 +270,11 @@ def _literal_values(node: ast.expr, known: Mapping[str, tuple[str, ...]]) -> tup
         if isinstance(member, ast.Constant):
             values.append(member.value)
         else:
-            values.extend(_literal_values(member, known))
+            values.extend(_literal_values(member, aliases))
     return tuple(values)
 
 
-def _fields(body: ast.ClassDef, literals: Mapping[str, tuple[str, ...]]) -> dict[str, StockKey]:
+def _fields(body: ast.ClassDef, aliases: Mapping[str, Any]) -> dict[str, StockKey]:
     rewritten = _rewritten_fields(body)
     fields: dict[str, StockKey] = {}
     for node, after in pairwise([*body.body, ast.Pass()]):
@@ -200,7 +285,7 @@ def _fields(body: ast.ClassDef, literals: Mapping[str, tuple[str, ...]]) -> dict
             continue
         default, bounds = _default_and_bounds(node.value)
         try:
-            kind = Any if name in rewritten else _type(node.annotation, literals)
+            kind = Any if name in rewritten else _type(node.annotation, aliases)
         except _NotSimpleError:
             kind = Any
         fields[name] = StockKey(kind, MappingProxyType(bounds), default, _summary(after))
@@ -215,7 +300,7 @@ def _summary(node: ast.stmt) -> str:
 
 
 def _rewritten_fields(body: ast.ClassDef) -> set[str]:
-    """Fields with a validator of vLLM's own, which may accept more than the annotation says."""
+    """Fields with a validator of vLLM's own that runs first, and so may accept more than the annotation says."""
     return {
         argument.value
         for function in body.body
@@ -224,6 +309,7 @@ def _rewritten_fields(body: ast.ClassDef) -> set[str]:
         if isinstance(decorator, ast.Call)
         and isinstance(decorator.func, ast.Name)
         and decorator.func.id == "field_validator"
+        and any(word.arg == "mode" and _constant(word.value) != "after" for word in decorator.keywords)
         for argument in decorator.args
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
     }
@@ -244,7 +330,7 @@ def _constant(node: ast.expr) -> Any:
         return None
 
 
-def _type(node: ast.expr, literals: Mapping[str, tuple[str, ...]]) -> Any:
+def _type(node: ast.expr, aliases: Mapping[str, Any]) -> Any:
     """The Python type an annotation stands for; raises _NotSimpleError for vLLM's own types."""
     if isinstance(node, ast.Constant) and node.value is None:
         return None
@@ -252,24 +338,24 @@ def _type(node: ast.expr, literals: Mapping[str, tuple[str, ...]]) -> Any:
         return _SIMPLE[node.id]
     if isinstance(node, ast.Attribute) and node.attr == "QuantizationMethods":
         return str
-    if isinstance(node, ast.Name) and node.id in literals:
-        return Literal[literals[node.id]]
+    if isinstance(node, ast.Name) and node.id in aliases:
+        return aliases[node.id]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return Union[_type(node.left, literals), _type(node.right, literals)]  # noqa: UP007
+        return _type(node.left, aliases) | _type(node.right, aliases)
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-        return _subscript(node, node.value.id, literals)
+        return _subscript(node, node.value.id, aliases)
     raise _NotSimpleError
 
 
-def _subscript(node: ast.Subscript, name: str, literals: Mapping[str, tuple[str, ...]]) -> Any:
+def _subscript(node: ast.Subscript, name: str, aliases: Mapping[str, Any]) -> Any:
     if name == "Literal":
-        return Literal[_literal_values(node, literals)]
+        return Literal[_literal_values(node, aliases)]
     members = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    types = tuple(_type(member, literals) for member in members)
+    types = tuple(_type(member, aliases) for member in members)
     if name == "Optional":
-        return Optional[types[0]]  # noqa: UP045
+        return types[0] | None
     if name == "Union":
-        return Union[types]  # noqa: UP007
+        return functools.reduce(operator.or_, types)
     if name in _CONTAINERS:
         return _CONTAINERS[name][types]
     raise _NotSimpleError

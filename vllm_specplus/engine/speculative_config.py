@@ -1,7 +1,7 @@
 """vLLM's ``SpeculativeConfig`` with the plugin's options on it; pickled to the workers."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -10,7 +10,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_specplus.config import HISTORY_METHODS, Resolved, SpecPlusOptions
-from vllm_specplus.config.errors import config_error
+from vllm_specplus.config.errors import SpecPlusConfigError, combined_error, config_error, not_allowed_error, setting
 from vllm_specplus.config.keys import HYBRID_METHODS
 from vllm_specplus.requests.shown_params import hide_references
 
@@ -30,6 +30,15 @@ def _schedule(widths: Sequence[int]) -> list[tuple[int, int, int]]:
     vLLM captures the graphs of a width up to the largest batch size that has it. So widths take turns.
     """
     return [(size, size, widths[(size - 1) % len(widths)]) for size in range(1, _LARGEST_BATCH + 1)]
+
+
+def _vllm_error(item: Mapping[str, Any]) -> SpecPlusConfigError:
+    """The error for `item` of pydantic's errors; the words are vLLM's, which names no key where a type is wrong."""
+    says = item["msg"].removeprefix("Value error, ")
+    if not item["loc"]:
+        return config_error(says)
+    *outer, name = map(str, item["loc"])
+    return not_allowed_error(" in ".join([setting(name, item["input"]), *reversed(outer)]), says)
 
 
 @contextmanager
@@ -100,7 +109,7 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
                 target_parallel_config=parallel_config,
             )
         except ValidationError as error:
-            raise config_error("; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())) from None
+            raise combined_error([_vllm_error(item) for item in error.errors()]) from None
         except NotImplementedError as error:
             # vLLM takes the checkpoint for another kind than the method.
             raise config_error(str(error)) from None
