@@ -1,14 +1,11 @@
 """`vllm-specplus check` refuses what an engine refuses, and nothing else, also where the refusal is vLLM's own."""
 
-import ast
 import copy
 import importlib
 import itertools
 import json
-import re
 import runpy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +17,10 @@ from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_
 
 from tests.e2e.eagle_heads import make_eagle_head
 from tests.e2e.families import make_medusa
+from tests.engine.config_literals import ROOT, configs_in_file, configs_in_text, has_parameter, is_config
 from vllm_specplus.cli import main
 from vllm_specplus.engine import patch
 from vllm_specplus.testing.tiny_model import make_draft_model, make_random
-
-pytest.importorskip("arctic_inference")
 
 MTP = {"method": "mtp", "num_speculative_tokens": 4}
 HYBRID = MTP | {"mtp_strategy": "with_ngram"}
@@ -123,28 +119,18 @@ ACCEPTED = [
     SUFFIX | UNLIMITED | {"num_speculative_tokens_per_batch_size": [[1, 8, 2]]},
     {"method": "naive", "rejection_sample_method": "block"},
 ]
-MODULES = (
-    "tests.config.test_resolve",
-    "tests.config.test_errors",
-    "tests.config.test_aliases",
-    "tests.config.test_explain",
-    "tests.engine.test_widths",
-    "tests.engine.test_patch",
-    "tests.e2e.engines",
-    "tests.e2e.v1.test_adaptive",
-    "tests.e2e.v1.test_stock",
-    "tests.e2e.v2.test_adaptive",
-    "tests.e2e.v2.test_adaptive_verification",
-    "tests.e2e.v2.test_draft_widths",
-    "tests.test_cli",
-)
-ROOT = Path(__file__).parents[2]
-# Their configs stand in the bodies of functions.
-SOURCES = (ROOT / "tests/e2e/v1/test_requests.py", ROOT / "examples/offline_hybrid.py")
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 TEXTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.sh")))
+MIGRATION = ROOT / "tests/config/migration_examples.json"
 MODEL_KEYS = ("model", "draft_model_name_or_path", "sp_checkpoint_path")
 # There is no tiny checkpoint for them.
 NO_CHECKPOINT = ("mlp_speculator", "dflash", "dspark")
+# Files without configs, or with such as other tests show.
+EXCLUDED = {
+    "tests/engine/test_check_agrees.py": "its own configs are the second test's",
+    "tests/requests/test_middleware.py": "a method there is one of HTTP",
+}
 
 _ParameterSet = type(pytest.param())
 
@@ -152,6 +138,7 @@ _ParameterSet = type(pytest.param())
 # register the quantization.
 NOT_KNOWN = [
     {"method": "eagle", "model": "org/eagle", "draft-tensor-parallel-size": 1},
+    {"method": "medusa", "model": "draft"},
     HYBRID | {"quantization": "mine"},
 ]
 
@@ -159,7 +146,7 @@ NOT_KNOWN = [
 def examples() -> Iterator[dict[str, Any]]:
     """The configs that tests, examples and documents name, each once, where JSON can hold them."""
     texts: dict[str, None] = {}
-    for config in (*_of_modules(), *_of_the_demo(), *_literals(), *_documented()):
+    for config in (*_written(), *_parameters(), *_of_the_demo(), *_migrated(), *_documented()):
         try:
             texts[json.dumps(config, allow_nan=False)] = None
         except (TypeError, ValueError):
@@ -170,54 +157,43 @@ def examples() -> Iterator[dict[str, Any]]:
             yield config
 
 
-def _of_modules() -> Iterator[dict[str, Any]]:
-    """The configs of the tests in `MODULES`: parameters, constants, and the examples of migration.
-
-    A config is a parameter called `config`, or `base` with the parameters `key` and `value`, or with `keys`. Left out
-    are configs that a test's body puts together, and JSON text.
-    """
-    for name in MODULES:
-        module = importlib.import_module(name)
-        yield from _constants(vars(module))
-        for value in vars(module).values():
-            for row in _rows(getattr(value, "pytestmark", ())):
-                if isinstance(row.get("config"), dict):
-                    yield row["config"]
-                elif isinstance(row.get("base"), dict):
-                    yield row["base"] | row.get("keys", {}) | ({row["key"]: row["value"]} if "key" in row else {})
-        yield from (example["given"] for example in getattr(module, "EXAMPLES", ()))
+def _tests() -> Iterator[Path]:
+    return (path for path in TESTS if str(path.relative_to(ROOT)) not in EXCLUDED)
 
 
-def _constants(names: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The configs among the values of `names`, and those in dicts of configs."""
-    for value in names.values():
-        candidates = (value, *value.values()) if isinstance(value, dict) else ()
-        yield from (config for config in candidates if isinstance(config, dict) and "method" in config)
+def _written() -> Iterator[dict[str, Any]]:
+    """The configs that tests and examples write out."""
+    for path in (*_tests(), *EXAMPLES):
+        yield from configs_in_file(path)
+
+
+def _parameters() -> Iterator[dict[str, Any]]:
+    """The parameters of tests: one called `config`, or `base` with the parameters `key` and `value`, or with `keys`."""
+    for path in _tests():
+        if has_parameter(path, ("config", "base")):
+            module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            for value in vars(module).values():
+                for row in _rows(getattr(value, "pytestmark", ())):
+                    if isinstance(row.get("config"), dict):
+                        yield row["config"]
+                    elif isinstance(row.get("base"), dict):
+                        yield row["base"] | row.get("keys", {}) | ({row["key"]: row["value"]} if "key" in row else {})
 
 
 def _of_the_demo() -> Iterator[dict[str, Any]]:
-    return _constants(runpy.run_path(str(ROOT / "examples/demo.py"))["of_mtp"]().configs)
+    configs = runpy.run_path(str(ROOT / "examples/demo.py"))["of_mtp"]().configs
+    return (config for config in configs.values() if is_config(config))
 
 
-def _literals() -> Iterator[dict[str, Any]]:
-    """The configs that are written out in `SOURCES`."""
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Dict):
-                with suppress(ValueError):
-                    value = ast.literal_eval(node)
-                    if "method" in value:
-                        yield value
+def _migrated() -> Iterator[dict[str, Any]]:
+    """The examples of migration, as they were given to the other system."""
+    return (example["given"] for example in json.loads(MIGRATION.read_text()))
 
 
 def _documented() -> Iterator[dict[str, Any]]:
     """The configs that `TEXTS` show as JSON."""
-    for text in (path.read_text() for path in TEXTS):
-        for brace in re.finditer(r"\{", text):
-            with suppress(ValueError):
-                value, _ = json.JSONDecoder().raw_decode(text, brace.start())
-                if "method" in value:
-                    yield value
+    for path in TEXTS:
+        yield from configs_in_text(path.read_text())
 
 
 def _rows(marks: Iterable[pytest.Mark]) -> Iterator[dict[str, Any]]:
@@ -281,7 +257,7 @@ def _any_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "verify_quantization", classmethod(lambda cls, name: None))
 
 
-@pytest.mark.parametrize("config", examples(), ids=json.dumps)
+@pytest.mark.parametrize("config", list(examples()), ids=json.dumps)
 def test_the_examples(
     config: dict[str, Any], with_models: Any, engine_error: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
