@@ -11,7 +11,7 @@ __all__ = ["__version__", "register"]
 
 
 def register() -> None:
-    """Install the plugin's one permanent patch; vLLM calls this in each of its processes.
+    """Install the one patch that is always there; vLLM calls this in each of its processes.
 
     A second call changes nothing. It never raises: where vLLM cannot be patched, the reason is logged, and vLLM goes on
     without the plugin.
