@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+import step_overhead as benchmark  # noqa: E402 (found by the line above)
+
 METHODS = ["vLLM", "greedy", "target_match", "topp", "rejection"]
 
 # A strategy that accepts every draft.
@@ -52,3 +55,22 @@ def test_a_wrong_method_gets_no_number():
     done = run("-c", code)
     assert done.returncode == 1, done.stderr
     assert "FAILED: T=0, batch 2, greedy: request" in done.stdout
+
+
+def test_the_goals_are_of_greedy_requests_alone_and_in_a_batch():
+    times = {
+        (setting, batch, method): 800.0 * factor * batch
+        for setting in ("T=0", "T=0.8")
+        for batch in (1, 2, 8)
+        for method, factor in (("vLLM", 1), ("target_match", 1), ("rejection", 1.5 if batch < 8 else 1.6))
+    }
+    timings = [benchmark.Timing("v1", *place, time) for place, time in times.items()]
+    assert [(row["name"], row["value"], row["met"]) for row in benchmark.goals(timings, 49_152)] == [
+        ("target_match, T=0, batch 1 (µs)", 800.0, True),
+        ("rejection / target_match, T=0, batch 1", 1.5, True),
+        ("target_match, T=0, batch 8 (µs)", 6400.0, False),
+        ("rejection / target_match, T=0, batch 8", pytest.approx(1.6), False),
+    ]
+    assert benchmark.goals(timings, 500) == []
+    wrong = [benchmark.Timing("v1", "T=0", 1, "target_match", error="other tokens"), timings[2]]
+    assert benchmark.goals(wrong, 49_152) == []
