@@ -13,7 +13,7 @@ greedy text this is what an engine does. A step costs ``1 + draft-cost x passes 
 shares of a step of the target alone. ``speed`` is tokens per cost, so that of no speculation is 1.
 
 ==========  ============================================================================================
-way         what is drafted in each step, at most `window` tokens
+way         what is drafted in each step, at most `--window` tokens
 ==========  ============================================================================================
 none        nothing
 model       the draft model's drafts alone; ``passes`` is their number, up to `--passes`
@@ -96,7 +96,7 @@ class Setting:
     """What a row is about; costs are shares of a step of the target alone."""
 
     passes: int
-    window: int
+    width: int
     draft_cost: float
     slot_cost: float
 
@@ -188,33 +188,33 @@ def new_reference(trace: Trace) -> ReferenceText:
     )
 
 
-def matched(matcher: Matcher, trace: Trace, window: int) -> Drafts:
+def matched(matcher: Matcher, trace: Trace, width: int) -> Drafts:
     """What a matcher drafts from the history alone."""
-    limit = np.array([window], np.int32)
+    limit = np.array([width], np.int32)
     drafts = [matcher.match(history, None, limit).to_lists()[0] for history in histories(trace)]
     matcher.retain([])
     return drafts
 
 
-def joined(trace: Trace, passes: int, window: int, override_len: int) -> Drafts:
+def joined(trace: Trace, passes: int, width: int, override_len: int) -> Drafts:
     """What a hybrid of the draft model and the n-gram match drafts."""
     drafter = HybridDrafter(
         new_ngram_matcher(trace),
         num_model_steps=passes,
-        num_speculative_tokens=window,
+        num_speculative_tokens=width,
         match_override_len=override_len,
     )
-    limit, drafts = np.array([window], np.int32), []
+    limit, drafts = np.array([width], np.int32), []
     for history, row in zip(histories(trace), trace.drafts, strict=True):
         model_drafts = np.array([(row + [0] * passes)[:passes]], np.int32)
         drafts.append(drafter.draft(history, model_drafts, limit).token_ids[0])
     return drafts
 
 
-def cited(trace: Trace, window: int) -> Drafts:
+def cited(trace: Trace, width: int) -> Drafts:
     """What the trace's reference drafts."""
     text = new_reference(trace)
-    return [text.draft(trace.output[: i + 1], window).tolist() for i in range(len(trace.output))]
+    return [text.draft(trace.output[: i + 1], width).tolist() for i in range(len(trace.output))]
 
 
 def replay(
@@ -297,10 +297,10 @@ def replay_adaptive(
         matchers,
         max_num_reqs=1,
         num_model_steps=setting.passes,
-        num_speculative_tokens=setting.window,
+        num_speculative_tokens=setting.width,
     )
     pace, costs = Pace(), Costs(1.0, setting.slot_cost, setting.draft_cost, setting.draft_cost)
-    limit = np.array([setting.window])
+    limit = np.array([setting.width])
     results = []
     for trace in traces:
         reference = None if trace.reference is None else new_reference(trace)
@@ -347,16 +347,16 @@ def best_in_hindsight(trace: Trace, offers: Sequence[tuple[Drafts, int | None]],
     return steps[0], cost[0]
 
 
-def offers_of(traces: Sequence[Trace], passes: int, window: int) -> dict[str, list[Drafts | None]]:
+def offers_of(traces: Sequence[Trace], passes: int, width: int) -> dict[str, list[Drafts | None]]:
     """By way, what it drafts on each trace; None where it has nothing to say. `model` drafts as often as it passes."""
     suffix = new_suffix_matcher()
     return {
         "model": [[row[:passes] for row in trace.drafts] for trace in traces],
-        "ngram": [matched(new_ngram_matcher(trace), trace, window) for trace in traces],
-        "suffix": [matched(suffix, trace, window) for trace in traces],
-        "append": [joined(trace, passes, window, 0) for trace in traces],
-        "override": [joined(trace, passes, window, OVERRIDE_LEN) for trace in traces],
-        "reference": [None if trace.reference is None else cited(trace, window) for trace in traces],
+        "ngram": [matched(new_ngram_matcher(trace), trace, width) for trace in traces],
+        "suffix": [matched(suffix, trace, width) for trace in traces],
+        "append": [joined(trace, passes, width, 0) for trace in traces],
+        "override": [joined(trace, passes, width, OVERRIDE_LEN) for trace in traces],
+        "reference": [None if trace.reference is None else cited(trace, width) for trace in traces],
     }
 
 
@@ -370,9 +370,9 @@ def rows_of(
 
     Args:
         traces: what is replayed.
-        offers: of `offers_of`, for the setting's passes and window.
+        offers: of `offers_of`, for the setting's passes and width.
         matchers: of `new_matchers`, likewise.
-        setting: passes, window and costs.
+        setting: passes, width and costs.
     """
     passes = setting.passes
     nothing: list[Drafts | None] = [[[]] * len(trace.output) for trace in traces]
@@ -402,7 +402,7 @@ def rows_of(
 
 def spliced(trace: Trace, matchers: dict[int, Matcher], setting: Setting) -> list[tuple[Drafts, int | None]]:
     """What each matcher drafts behind each number of the model's drafts, with the passes that it needs."""
-    known, limit = list(histories(trace)), np.array([setting.window])
+    known, limit = list(histories(trace)), np.array([setting.width])
     found: list[tuple[Drafts, int | None]] = []
     for matcher in matchers.values():
         for passes in range(1, setting.passes + 1):
@@ -412,7 +412,7 @@ def spliced(trace: Trace, matchers: dict[int, Matcher], setting: Setting) -> lis
                 else []
                 for position, row in enumerate(trace.drafts)
             ]
-            found.append(([row[: setting.window] for row in lists], passes))
+            found.append(([row[: setting.width] for row in lists], passes))
     return found
 
 
@@ -433,8 +433,8 @@ def summed(
         ]
         if of_kind:
             tokens, steps, cost = (sum(column) for column in zip(*of_kind, strict=True))
-            window, draft_cost, slot_cost = setting.window, setting.draft_cost, setting.slot_cost
-            rows.append(Row(way, kind, passes, window, draft_cost, slot_cost, tokens / steps, tokens / cost))
+            width, draft_cost, slot_cost = setting.width, setting.draft_cost, setting.slot_cost
+            rows.append(Row(way, kind, passes, width, draft_cost, slot_cost, tokens / steps, tokens / cost))
     return rows
 
 
@@ -442,7 +442,7 @@ def print_table(rows: Sequence[Row], setting: Setting, console: Console) -> None
     """Print one setting's rows: a line for each way, a column for each kind."""
     kinds = list(dict.fromkeys(row.kind for row in rows))
     title = (
-        f"window {setting.window}, passes {setting.passes} of {setting.draft_cost:g}, slots of {setting.slot_cost:g}: "
+        f"window {setting.width}, passes {setting.passes} of {setting.draft_cost:g}, slots of {setting.slot_cost:g}: "
         "speed (tokens per step)"
     )
     table = Table(title=title)
@@ -476,10 +476,10 @@ def main() -> int:
 
     console = Console() if sys.stdout.isatty() else Console(width=160)
     rows = []
-    for passes, window in itertools.product(args.passes, args.window):
-        offers, matchers = offers_of(traces, passes, window), new_matchers(traces, passes, window)
+    for passes, width in itertools.product(args.passes, args.window):
+        offers, matchers = offers_of(traces, passes, width), new_matchers(traces, passes, width)
         for draft_cost, slot_cost in itertools.product(args.draft_cost, args.slot_cost):
-            setting = Setting(passes, window, draft_cost, slot_cost)
+            setting = Setting(passes, width, draft_cost, slot_cost)
             found = rows_of(traces, offers, matchers, setting)
             print_table(found, setting, console)
             rows += found

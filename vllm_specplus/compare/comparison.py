@@ -16,7 +16,7 @@ from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import Prompt, check_model, read_prompts
 from vllm_specplus.compare.report import can_plot, write_report
 from vllm_specplus.compare.results import as_data, write_results
-from vllm_specplus.compare.tables import show
+from vllm_specplus.compare.tables import print_tables
 from vllm_specplus.compare.terminal import INTERRUPTED, progress, table_console
 from vllm_specplus.compare.workloads import workload
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
             return _run_served(arguments)
         plan = _plan(arguments)
         with _folder(arguments.out) as logs:
-            measurements, data = _measured(plan, logs)
+            measurements, data = _measure_plan(plan, logs)
             return _report(arguments.out, measurements, data)
     except RefusedError as problem:
         print(problem, file=sys.stderr)
@@ -94,7 +94,7 @@ def _folder(out: Path) -> Iterator[Path]:
         raise
 
 
-def _measured(plan: Plan, logs: Path) -> tuple[Measurements, dict[str, Any]]:
+def _measure_plan(plan: Plan, logs: Path) -> tuple[Measurements, dict[str, Any]]:
     measurements = Measurements(plan.configurations, plan.concurrency)
     with progress(plan.num_units) as advance:
         measure(plan, measurements, logs, advance)
@@ -104,7 +104,7 @@ def _measured(plan: Plan, logs: Path) -> tuple[Measurements, dict[str, Any]]:
 def _report(out: Path, measurements: Measurements, data: dict[str, Any]) -> int:
     write_results(out, data)
     console = table_console()
-    show(console, data)
+    print_tables(console, data)
     write_report(out, data)
     said = f"The results are in {out}"
     if not can_plot():

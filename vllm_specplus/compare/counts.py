@@ -20,12 +20,12 @@ class Counts:
     accepted: dict[str, list[int]] = field(default_factory=dict)
 
     def __add__(self, other: "Counts") -> "Counts":
-        return self._joined(other, 1)
+        return self._sum(other, 1)
 
     def __sub__(self, other: "Counts") -> "Counts":
-        return self._joined(other, -1)
+        return self._sum(other, -1)
 
-    def _joined(self, other: "Counts", sign: int) -> "Counts":
+    def _sum(self, other: "Counts", sign: int) -> "Counts":
         drafted = {s: self.drafted.get(s, 0) + sign * other.drafted.get(s, 0) for s in (self.drafted | other.drafted)}
         accepted = {}
         for source in self.accepted | other.accepted:

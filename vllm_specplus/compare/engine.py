@@ -131,7 +131,7 @@ class Session:
         self._forget_past_runs()
         timer = SplitTimer()
         texts = []
-        with timer.installed(self._engine):
+        with timer.timers_installed(self._engine):
             for number in range(len(self._prompts)):
                 by_step: list[dict[str, int]] = []
                 request = self._drain([number], 1, temperature, self._max_tokens, by_step, timer)[0]

@@ -25,7 +25,7 @@ class SplitTimer:
         self._seconds[part] += time.perf_counter() - began
 
     @contextmanager
-    def installed(self, engine: Any) -> Iterator[None]:
+    def timers_installed(self, engine: Any) -> Iterator[None]:
         """Time the parts of an engine that runs in this process; where vLLM has other names, they count as rest."""
         undo: list[Callable[[], None]] = []
         engine.collective_rpc(lambda worker: self._install(worker.model_runner, undo))

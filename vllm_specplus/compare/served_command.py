@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
         is_interrupted = True
     write(arguments.out, plan, runs, is_interrupted=is_interrupted)
     console = table_console()
-    show(console, runs)
+    print_runs(console, runs)
     console.print(f"The results are in {arguments.out}", highlight=False, markup=False, soft_wrap=True)
     if is_interrupted:
         return INTERRUPTED
@@ -94,7 +94,7 @@ async def measure(plan: ServedPlan, runs: list[dict[str, Any]]) -> None:
             await server.close()
 
 
-def show(console: Console, runs: list[dict[str, Any]]) -> None:
+def print_runs(console: Console, runs: list[dict[str, Any]]) -> None:
     """Print a row for each server at each concurrency; each number is the median of its runs."""
     table = Table(title="tokens/s: median (lowest to highest); times in ms: median, 99th percentile", box=SIMPLE)
     table.add_column("concurrency", justify="right")

@@ -10,7 +10,7 @@ from rich.table import Table
 from vllm_specplus.compare.sheets import Sheet, drafts, problems, speeds, times
 
 
-def show(console: Console, data: dict[str, Any]) -> None:
+def print_tables(console: Console, data: dict[str, Any]) -> None:
     """Print the tables of speeds, of drafts and of times, then what went wrong, then the recommendation."""
     for sheet in (speeds(data), drafts(data), times(data)):
         if sheet.rows:

@@ -89,14 +89,14 @@ class SpecPlusWorkerMixin(_VllmWorker):
             ``{"drafted": {source: [tokens by position]}, "accepted": {...}, "entries": {"requests": n, ...}}``; None
             where the plugin does not draft, and after a fault.
         """
-        return self._asked(lambda tracker: tracker.stats())
+        return self._ask(lambda tracker: tracker.stats())
 
     def specplus_collect_request_stats(self, key: str) -> dict[str, int] | None:
         """Collect the counts of the requests that gave this key, once: see ``RequestCounts.collect``."""
-        return self._asked(lambda tracker: tracker.collect_request_stats(key))
+        return self._ask(lambda tracker: tracker.collect_request_stats(key))
 
-    def _asked(self, question: Callable[[Tracker], _T]) -> _T | None:
-        """What the tracker answers; None where there is none, and after a fault.
+    def _ask(self, question: Callable[[Tracker], _T]) -> _T | None:
+        """The answer of the tracker; None where there is none, and after a fault.
 
         Where one of several workers raises, vLLM takes the answers of the others for those to its next question.
         """

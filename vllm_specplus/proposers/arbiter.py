@@ -47,7 +47,7 @@ these results bit for bit.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -223,7 +223,7 @@ class Arbiter:
         self._compiled = _arbiter
         self.num_model_steps = num_model_steps
         self.num_speculative_tokens = num_speculative_tokens
-        chances = prior_chances(_arbiter)
+        chances = prior_chances()
         new_hits, new_trials, misses = (np.zeros_like(chances) for _ in range(3))
         trials = np.full_like(chances, _arbiter.PRIOR_TRIALS)
         self.table = _arbiter.Table(new_hits, new_trials, chances * trials // _arbiter.ONE, trials, misses, chances)
@@ -406,16 +406,19 @@ class Arbiter:
         self._credits[row] = self._account.allowance() if self.num_model_steps else ASLEEP
 
 
-def prior_chances(compiled: Any) -> np.ndarray:
+def prior_chances() -> np.ndarray:
     """[NUM_KEYS] int64: the chances of each key before anything is known."""
-    lengths = np.arange(compiled.NUM_LENGTHS)
-    chances = np.empty(compiled.NUM_KEYS)
-    chances[compiled.ALONE : compiled.AGREED] = 0.5
-    chances[compiled.AGREED : compiled.DIFFERED] = np.minimum(0.6 + 0.05 * lengths, 0.95)
-    chances[compiled.DIFFERED : compiled.CONTRARY] = np.maximum(0.5 - 0.03 * lengths, 0.2)
+    # Only now, as in `Arbiter`.
+    from vllm_specplus.proposers import _arbiter
+
+    lengths = np.arange(_arbiter.NUM_LENGTHS)
+    chances = np.empty(_arbiter.NUM_KEYS)
+    chances[_arbiter.ALONE : _arbiter.AGREED] = 0.5
+    chances[_arbiter.AGREED : _arbiter.DIFFERED] = np.minimum(0.6 + 0.05 * lengths, 0.95)
+    chances[_arbiter.DIFFERED : _arbiter.CONTRARY] = np.maximum(0.5 - 0.03 * lengths, 0.2)
     copied = np.minimum(0.3 + 0.08 * lengths, 0.9)
-    chances[compiled.CONTRARY : compiled.COPIED] = np.tile(0.6 * copied, compiled.NUM_SOURCES)
-    chances[compiled.COPIED :] = np.tile(copied, compiled.NUM_SOURCES)
+    chances[_arbiter.CONTRARY : _arbiter.COPIED] = np.tile(0.6 * copied, _arbiter.NUM_SOURCES)
+    chances[_arbiter.COPIED :] = np.tile(copied, _arbiter.NUM_SOURCES)
     # A client vouches for its reference.
-    chances[compiled.COPIED + (REFERENCE - NGRAM) * compiled.NUM_LENGTHS :] = np.minimum(0.8 + 0.03 * lengths, 0.97)
-    return (chances * compiled.ONE).astype(np.int64)
+    chances[_arbiter.COPIED + (REFERENCE - NGRAM) * _arbiter.NUM_LENGTHS :] = np.minimum(0.8 + 0.03 * lengths, 0.97)
+    return (chances * _arbiter.ONE).astype(np.int64)

@@ -3,7 +3,7 @@
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from vllm.logger import init_logger
@@ -139,8 +139,17 @@ class GuardedMatcher:
 class GuardedReference(ReferenceText):
     """A request's reference whose fault costs this request its drafts."""
 
-    def __init__(self, req_id: str, faults: Faults, token_ids: np.ndarray, **options: Any) -> None:
-        super().__init__(token_ids, **options)
+    def __init__(
+        self,
+        req_id: str,
+        faults: Faults,
+        token_ids: np.ndarray,
+        *,
+        edit: bool,
+        min_ngram_size: int,
+        max_ngram_size: int,
+    ) -> None:
+        super().__init__(token_ids, edit=edit, min_ngram_size=min_ngram_size, max_ngram_size=max_ngram_size)
         self._req_id, self._faults = req_id, faults
         self._is_faulty = False
 

@@ -90,7 +90,7 @@ class LiveRequests:
             limits[i] = 0
         return limits
 
-    def accept_all(self, req_ids: Sequence[str]) -> np.ndarray | None:
+    def accept_all_mask(self, req_ids: Sequence[str]) -> np.ndarray | None:
         """[B] bool: the requests whose drafts are all accepted; None: there is none."""
         if not self._requests:
             return None

@@ -85,7 +85,7 @@ class Engine:
         if self.tracker.has_reference(index):
             self.copier.mirror.add(index, self.prompt_len[req_id], known)
         else:
-            self.copier.mirror.skip(index)
+            self.copier.mirror.add_unfollowed(index)
 
     def end(self, req_id: str) -> None:
         self.schedule(ended=[req_id])
@@ -152,7 +152,7 @@ class Engine:
         for noted, count in zip(self.by_state, counts, strict=True):
             noted[batch.idx_mapping] = count
         tracker.count_steps(batch, num_sampled)
-        limits = tracker.limit(batch, num_sampled, width)
+        limits = tracker.limits_of(batch, num_sampled, width)
         if tracker.requests_with_reference(batch):
             self.copier.advance(batch, drafts[:, :0], limits)
         num_drafts, num_model = tracker.put_references_first(batch, drafts, counts, limits)
@@ -297,7 +297,7 @@ def test_each_request_has_its_own_limit():
     num_sampled = torch.ones(4, dtype=torch.int32)
 
     def limits(req_ids: str, width: int) -> list[int]:
-        limits = engine.tracker.limit(engine.batch(req_ids), num_sampled, width)
+        limits = engine.tracker.limits_of(engine.batch(req_ids), num_sampled, width)
         assert limits.max_drafts_ptr.dtype == torch.int32
         assert limits.num_sampled_ptr is num_sampled
         return limits.max_drafts_ptr.tolist()

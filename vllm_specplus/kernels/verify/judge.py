@@ -48,7 +48,7 @@ from vllm_specplus.kernels.verify.request_stats import (
     keeps_one,
     note_open,
     note_settled,
-    noted,
+    read_notes,
     statistics_of,
 )
 from vllm_specplus.kernels.verify.row_stats import first_token, first_tokens
@@ -56,8 +56,8 @@ from vllm_specplus.kernels.verify.strategies import (
     judge_by_statistics,
     judge_in_head,
     judge_in_row,
-    kept_of,
     need_of,
+    nucleus_bounds,
     nucleus_mass,
 )
 
@@ -86,21 +86,21 @@ def _left_by(batch, i_row, row, found, draft, is_rejected):
 
 
 @triton.jit
-def _plan_sample(plans, i_row, row, groups, filters, kept, residual, draft, max_candidates, sizes, FILTERED):
+def _plan_sample(plans, i_row, row, groups, filters, bounds, residual, draft, max_candidates, sizes, FILTERED):
     """Write what the kernels after this one need to sample from a row that has no head."""
     p_floats, p_ints = plans.floats_ptr + i_row * NUM_PLAN_FLOATS, plans.ints_ptr + i_row * NUM_PLAN_INTS
-    floor = kept.floor
-    sampled = tl.minimum(kept.mass, kept.limit)
+    floor = bounds.floor
+    sampled = tl.minimum(bounds.mass, bounds.limit)
     if FILTERED:
         if max_candidates < tl.minimum(filters.top_k, row.vocab_size):
             no_limit = tl.full((), POS_INF, tl.float32)
-            floor, of_candidates = find_cut(row, groups, max_candidates, kept.mass, no_limit, sizes)
+            floor, of_candidates = find_cut(row, groups, max_candidates, bounds.mass, no_limit, sizes)
             sampled = tl.minimum(sampled, of_candidates)
     weight = tl.where(residual.excluded >= 0, weigh(draft.logit, row.max_logit, row.temperature), 0.0)
-    least = tl.maximum(_LEAST_SHARE * (kept.mass - weight), _SMALLEST_SHARE)
+    least = tl.maximum(_LEAST_SHARE * (bounds.mass - weight), _SMALLEST_SHARE)
     share = tl.where(residual.draft_log_mass < POS_INF, least, tl.maximum(sampled - weight, least))
     tl.store(p_floats + PLAN_MAX, row.max_logit)
-    tl.store(p_floats + PLAN_LIMIT, kept.limit)
+    tl.store(p_floats + PLAN_LIMIT, bounds.limit)
     tl.store(p_floats + PLAN_FLOOR, floor)
     tl.store(p_floats + PLAN_SHARE, tl.log2(share))
     tl.store(p_floats + PLAN_LOG_MASS, residual.log_mass)
@@ -134,7 +134,7 @@ def _judge_row(
     """Decide a row that its `Statistics` leave open, and what it emits if its draft is not accepted."""
     logits, groups, filters = batch.logits, batch.groups, request.filters
     i_row = request.start + slot
-    found, draft, verdict = noted(plans, i_row, request)
+    found, draft, verdict = read_notes(plans, i_row, request)
     p_row, at = logits.ptr + i_row * logits.stride, i_row * groups.num_groups
     row = Row(p_row, logits.vocab_size, request.temperature, found.max_logit, found.lowest)
     row_groups = RowGroups(groups.max_ptr + at, groups.list_ptr + at, groups.num_groups)
@@ -175,7 +175,7 @@ def _judge_row(
         if is_done & (verdict < 0):
             verdict = (draft.token == token).to(tl.int32)
     if is_done == 0:
-        kept = kept_of(row, row_groups, filters, found.total, sizes, FILTERED)
+        bounds = nucleus_bounds(row, row_groups, filters, found.total, sizes, FILTERED)
         if verdict < 0:
             if STRATEGY == TARGET_MATCH:
                 # If it is what the row samples.
@@ -187,7 +187,7 @@ def _judge_row(
                     i_row,
                     row,
                     row_groups,
-                    kept,
+                    bounds,
                     found,
                     draft,
                     verify_window,
@@ -197,11 +197,11 @@ def _judge_row(
                 )
         if with_draft_logits:
             if (residual.draft_log_mass < POS_INF) & (verdict == 0):
-                mass = kept.mass
+                mass = bounds.mass
                 if FILTERED:
-                    mass = nucleus_mass(row, row_groups, filters, kept, sizes)
+                    mass = nucleus_mass(row, row_groups, filters, bounds, sizes)
                 residual = _with_log_mass(residual, mass)
-        _plan_sample(plans, i_row, row, row_groups, filters, kept, residual, draft, max_candidates, sizes, FILTERED)
+        _plan_sample(plans, i_row, row, row_groups, filters, bounds, residual, draft, max_candidates, sizes, FILTERED)
     p_ints = plans.ints_ptr + i_row * NUM_PLAN_INTS
     tl.store(p_ints + PLAN_ACCEPTS, (verdict == 1).to(tl.int32))
     tl.store(p_ints + PLAN_TOKEN, token)

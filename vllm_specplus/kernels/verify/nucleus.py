@@ -231,8 +231,8 @@ def find_cut(row, groups, max_count, total, mass_limit, sizes):
     """
     mass_limit = tl.maximum(mass_limit, 1e-37)
     # A whole vocabulary of tokens below this logit weighs less than the mass that may be left out.
-    left_out = tl.maximum(total - mass_limit - 4e-6 * total, 0.0)
-    negligible = row.max_logit + row.temperature * tl.log(left_out / row.vocab_size)
+    spare_mass = tl.maximum(total - mass_limit - 4e-6 * total, 0.0)
+    negligible = row.max_logit + row.temperature * tl.log(spare_mass / row.vocab_size)
     bound = tl.maximum(tl.maximum(_kth_group_max(groups, max_count, sizes), row.lowest), negligible)
     num_listed = list_groups(groups, bound, sizes)
     # The cut is the smallest logit with fewer tokens and less mass above it.

@@ -133,7 +133,7 @@ def note_open(plans, i_rows, found, drafts, verdicts, mask):
 
 
 @triton.jit
-def noted(plans, i_row, request):
+def read_notes(plans, i_row, request):
     """The `Statistics` of one row, its `Draft`, and the verdict on it, as `note_open` left them."""
     p_floats, p_ints = plans.floats_ptr + i_row * NUM_PLAN_FLOATS, plans.ints_ptr + i_row * NUM_PLAN_INTS
     max_logit = tl.load(p_floats + FOUND_MAX)

@@ -28,7 +28,7 @@ from vllm_specplus.kernels.verify.request_stats import keeps_one
 from vllm_specplus.kernels.verify.row_stats import first_token
 
 
-class Kept(NamedTuple):
+class NucleusBounds(NamedTuple):
     """What the filters keep of a row, as far as it is known without a head."""
 
     floor: tl.tensor  # float32, no token of the nucleus has a lower logit
@@ -61,22 +61,22 @@ def _followers_agree(batch, request, i_row, verify_window, sizes):
 
 
 @triton.jit
-def kept_of(row, groups, filters, total, sizes, FILTERED: tl.constexpr):
-    """What the filters keep of a row that has no head: `Kept`."""
+def nucleus_bounds(row, groups, filters, total, sizes, FILTERED: tl.constexpr):
+    """What the filters keep of a row that has no head: `NucleusBounds`."""
     floor, mass, limit = -LARGEST, total, tl.full((), POS_INF, tl.float32)
     if FILTERED:
         if (filters.top_k < row.vocab_size) | (filters.min_p > 0.0):
             floor, mass = find_cut(row, groups, filters.top_k, total, limit, sizes)
         limit = tl.where(filters.top_p < 1.0, filters.top_p * mass, limit)
-    return Kept(floor, mass, limit)
+    return NucleusBounds(floor, mass, limit)
 
 
 @triton.jit
-def nucleus_mass(row, groups, filters, kept, sizes):
+def nucleus_mass(row, groups, filters, bounds, sizes):
     """The mass of the nucleus of a row that has no head: float32."""
-    mass = kept.mass
+    mass = bounds.mass
     if filters.top_p < 1.0:
-        _, mass = find_cut(row, groups, filters.top_k, kept.mass, kept.limit, sizes)
+        _, mass = find_cut(row, groups, filters.top_k, bounds.mass, bounds.limit, sizes)
     return mass
 
 
@@ -92,35 +92,35 @@ def _mass_from(row, groups, num_listed, floor, sizes):
 
 
 @triton.jit
-def _is_likely(row, groups, filters, kept, found, draft_logit, sizes):
+def _is_likely(row, groups, filters, bounds, found, draft_logit, sizes):
     """Whether a draft in the nucleus of a row that has no head has more than `least` of its mass: bool.
 
     All before the last token of the nucleus weigh less than the limit. So the nucleus weighs too much only if the limit
     is reached by tokens that each weigh as much as is left beyond it.
     """
-    left = tl.maximum(found.weight / found.least - kept.limit, 1e-37)
+    left = tl.maximum(found.weight / found.least - bounds.limit, 1e-37)
     logit = tl.minimum(row.max_logit + row.temperature * tl.log(left), draft_logit)
-    floor = tl.maximum(tl.maximum(logit, kept.floor), row.lowest)
+    floor = tl.maximum(tl.maximum(logit, bounds.floor), row.lowest)
     num_listed = list_groups(groups, floor, sizes)
-    is_likely = _mass_from(row, groups, num_listed, floor, sizes) < kept.limit
+    is_likely = _mass_from(row, groups, num_listed, floor, sizes) < bounds.limit
     if is_likely == 0:
         # The nucleus has no token below the floor.
         rest = Row(row.ptr, row.vocab_size, row.temperature, row.max_logit, floor)
-        _, mass = find_cut(rest, groups, filters.top_k, kept.mass, kept.limit, sizes)
+        _, mass = find_cut(rest, groups, filters.top_k, bounds.mass, bounds.limit, sizes)
         is_likely = found.weight > found.least * mass
     return is_likely
 
 
 @triton.jit
-def judge_by_bounds(found, draft_logit, kept, STRATEGY: tl.constexpr):
+def judge_by_bounds(found, draft_logit, bounds, STRATEGY: tl.constexpr):
     """What `Statistics` say of drafts where the number of candidates has no limit: verdicts, int32."""
     # Only the first token has no mass before it. It is always kept.
-    inside = (draft_logit >= found.lowest) & ((found.above < kept.limit) | (found.above == 0.0))
+    inside = (draft_logit >= found.lowest) & ((found.above < bounds.limit) | (found.above == 0.0))
     verdict = inside.to(tl.int32)
     if STRATEGY == REJECTION:
         # All before the last token of the nucleus weigh less than the limit, the last no more than the draft.
-        most = tl.minimum(kept.mass, kept.limit + found.weight)
-        fewest = tl.minimum(kept.mass, tl.maximum(kept.limit, found.above + found.weight))
+        most = tl.minimum(bounds.mass, bounds.limit + found.weight)
+        fewest = tl.minimum(bounds.mass, tl.maximum(bounds.limit, found.above + found.weight))
         is_likely, may_be = found.weight > found.least * most, found.weight > found.least * fewest
         verdict = tl.where(inside, tl.where(is_likely, 1, tl.where(may_be, -1, 0)), 0)
     return verdict
@@ -131,8 +131,8 @@ def judge_by_statistics(found, drafts, filters, vocab_size, verify_window, max_c
     """The verdicts of `topp` or `rejection` on drafts where statistics are enough: [n] int32."""
     is_one = keeps_one(filters, found.total)
     limit = tl.where(filters.top_p < 1.0, filters.top_p * found.total, POS_INF)
-    kept = Kept(-LARGEST, tl.where(is_one, 1.0, found.total), limit)
-    verdict = judge_by_bounds(found, drafts.logit, kept, STRATEGY)
+    bounds = NucleusBounds(-LARGEST, tl.where(is_one, 1.0, found.total), limit)
+    verdict = judge_by_bounds(found, drafts.logit, bounds, STRATEGY)
     if STRATEGY == TOPP:
         is_open = tl.where(verdict == 1, (max_candidates < vocab_size) & (is_one == 0), verify_window > 0)
         verdict = tl.where(is_open, -1, verdict)
@@ -181,7 +181,7 @@ def judge_in_row(
     i_row,
     row,
     groups,
-    kept,
+    bounds,
     found,
     draft,
     verify_window,
@@ -190,14 +190,14 @@ def judge_in_row(
     STRATEGY: tl.constexpr,
 ):
     """The verdict of `topp` or `rejection` on a draft of a row that has no head: int32."""
-    verdict = judge_by_bounds(found, draft.logit, kept, STRATEGY)
+    verdict = judge_by_bounds(found, draft.logit, bounds, STRATEGY)
     max_count = tl.minimum(request.filters.top_k, max_candidates)
     if (verdict != 0) & (max_count < row.vocab_size):
         if _rank_in_row(row, groups, draft, sizes) >= max_count:
             verdict = tl.zeros((), tl.int32)
     if STRATEGY == REJECTION:
         if verdict < 0:
-            verdict = _is_likely(row, groups, request.filters, kept, found, draft.logit, sizes).to(tl.int32)
+            verdict = _is_likely(row, groups, request.filters, bounds, found, draft.logit, sizes).to(tl.int32)
     if STRATEGY == TOPP:
         if (verdict == 0) & (verify_window > 0):
             if _rank_in_row(row, groups, draft, sizes) == 1:

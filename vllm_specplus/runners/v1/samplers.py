@@ -111,7 +111,7 @@ class _Verifier:
         tokens = verify(policy=self._policy).token_ids
         if self.live_requests is None:
             return tokens
-        accepts_all = self.live_requests.accept_all(self._runner.input_batch.req_ids[:num_reqs])
+        accepts_all = self.live_requests.accept_all_mask(self._runner.input_batch.req_ids[:num_reqs])
         if accepts_all is None:
             return tokens
         chosen = torch.from_numpy(accepts_all).to(tokens.device)

@@ -24,7 +24,7 @@ from vllm_specplus.runners.arbiter_options import MATCH_LEN_CAP, arbiter_options
 from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.runners.v2.fillers import SlotFiller, longest_text
 from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
-from vllm_specplus.runners.v2.requests import RequestTracker
+from vllm_specplus.runners.v2.requests import RequestTracker, SavedAccount
 from vllm_specplus.runners.v2.suffix import SuffixFiller
 from vllm_specplus.sources import NGRAM, SUFFIX
 
@@ -111,8 +111,6 @@ class AdaptiveFiller(SlotFiller):
 
     def reset(self) -> None:
         """Forget what was learned; no request runs."""
-        from vllm_specplus.proposers import _arbiter
-
         steps = self._arguments["num_model_steps"]
         sources, starts = arrange_chains(self._matching, steps)
         self._reference_chain = len(sources) - 1
@@ -122,7 +120,7 @@ class AdaptiveFiller(SlotFiller):
             num_speculative_tokens=self._arguments["num_speculative_tokens"],
             chain_sources=sources,
             starts=starts,
-            prior=torch.from_numpy(prior_chances(_arbiter)).to(self._device),
+            prior=torch.from_numpy(prior_chances()).to(self._device),
             is_blind=self._arguments["is_blind"],
         )
         self._totals = torch.zeros(kernels.NUM_TOTALS, dtype=torch.int64, device=self._device)
@@ -149,10 +147,10 @@ class AdaptiveFiller(SlotFiller):
         self._state.offer_positions[index].fill_(NO_OFFERS.value)
         for numbers in self._state.record:
             numbers[index].fill_(0)
-        kept = self._requests.take_back(req_id)
-        if kept is not None:
-            self._is_awake[index], credits = kept
-            self._state.credits[index : index + 1].copy_(credits)
+        account = self._requests.take_back(req_id)
+        if account is not None:
+            self._is_awake[index] = account.is_awake
+            self._state.credits[index : index + 1].copy_(account.credits)
             return
         credit = self._account.allowance() if self._requests.allows_drafts(index) else ASLEEP
         self._is_awake[index] = credit != ASLEEP
@@ -161,7 +159,8 @@ class AdaptiveFiller(SlotFiller):
     def end(self, req_id: str, index: int) -> None:
         """Keep the credit of a request that may come back: once it sleeps, its draft cache has gaps."""
         if not self._requests.has_ended(req_id):
-            self._requests.keep(req_id, (self._is_awake[index], self._state.credits[index : index + 1].clone()))
+            credits = self._state.credits[index : index + 1].clone()
+            self._requests.keep(req_id, SavedAccount(bool(self._is_awake[index]), credits))
 
     @property
     def _prices_of_steps(self) -> StepPrices:

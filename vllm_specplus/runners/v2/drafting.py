@@ -75,11 +75,11 @@ class Drafting:
             if self._slot_filler.needs_every_step or self.requests.has_reference(index):
                 self._copier.mirror.add(index, prompt_len, token_ids)
             else:
-                self._copier.mirror.skip(index)
+                self._copier.mirror.add_unfollowed(index)
             self._slot_filler.begin(req_id, index)
             return
         # Its tokens must not be taken for more of the request that had the place before.
-        self._copier.mirror.skip(index)
+        self._copier.mirror.add_unfollowed(index)
 
     def end(self, req_id: str, index: int) -> None:
         """Take note of a request that leaves its place, at its end or to come back later."""
@@ -151,7 +151,7 @@ class Drafting:
             model_drafts = draft_tokens[:, :0]
         self.requests.count_steps(input_batch, num_sampled)
         # Kernels are compiled for all K slots, and the limits keep to the width of this step.
-        limits = self.requests.limit(input_batch, num_sampled, width)
+        limits = self.requests.limits_of(input_batch, num_sampled, width)
         arrival = None
         if self._slot_filler.needs_every_step or self.requests.requests_with_reference(input_batch):
             arrival = self._copier.advance(input_batch, model_drafts, limits)

@@ -48,7 +48,7 @@ class TokenMirror:
         self.generation[index] += 1
         self.is_followed[index] = True
 
-    def skip(self, index: int) -> None:
+    def add_unfollowed(self, index: int) -> None:
         """Take note that a request begins whose tokens are not needed."""
         self.generation[index] += 1
         self.is_followed[index] = False

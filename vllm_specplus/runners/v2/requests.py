@@ -5,7 +5,7 @@ References are on the host, so a step waits as for suffix trees if one of its re
 """
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,13 @@ from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, by_source
 
 if TYPE_CHECKING:
     from vllm_specplus.runners.v2.states import FollowedRequestState
+
+
+class SavedAccount(NamedTuple):
+    """The account of a request that was preempted: whether the draft model runs for it, and its credit."""
+
+    is_awake: bool
+    credits: torch.Tensor  # [1] int64, as in the arbiter's state
 
 
 class RequestTracker:
@@ -56,7 +63,7 @@ class RequestTracker:
         self.prices = StepPrices() if options.adaptive else None
         self._requests_by_state: dict[int, LiveRequest] = {}
         self._ended_requests: Collection[str] = ()  # with this step
-        self._saved_by_request: dict[str, Any] = {}
+        self._saved_by_request: dict[str, SavedAccount] = {}
         # By the width of a step, so that no step has to make it.
         self._max_drafts = [
             torch.full((max_num_reqs,), width, dtype=torch.int32, device=device) for width in range(self._width + 1)
@@ -148,12 +155,12 @@ class RequestTracker:
         """Whether a request that leaves its place in this step has ended; otherwise it may come back."""
         return req_id in self._ended_requests
 
-    def keep(self, req_id: str, value: Any) -> None:
-        """Keep something of a request that leaves its place, until it comes back or ends."""
-        self._saved_by_request[req_id] = value
+    def keep(self, req_id: str, account: SavedAccount) -> None:
+        """Keep the account of a request that leaves its place, until it comes back or ends."""
+        self._saved_by_request[req_id] = account
 
-    def take_back(self, req_id: str) -> Any:
-        """What was kept of a request that comes back; None if nothing was."""
+    def take_back(self, req_id: str) -> SavedAccount | None:
+        """Hand over what was kept of a request that comes back; None if nothing was."""
         return self._saved_by_request.pop(req_id, None)
 
     def allows_drafts(self, index: int) -> bool:
@@ -172,7 +179,7 @@ class RequestTracker:
         indices = input_batch.idx_mapping_np.tolist()
         return {i: self._requests_by_state[index] for i, index in enumerate(indices) if self.has_reference(index)}
 
-    def limit(self, input_batch: Any, num_sampled: torch.Tensor, width: int) -> Limits:
+    def limits_of(self, input_batch: Any, num_sampled: torch.Tensor, width: int) -> Limits:
         """What limits the drafts of each request.
 
         Args:

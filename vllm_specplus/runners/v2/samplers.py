@@ -227,7 +227,7 @@ class StrategyRejectionSampler(CountingRejectionSampler):
     ) -> Any:
         """Verify a batch, some of whose requests may have all of their drafts accepted."""
         if self._live_requests is not None:
-            chosen = self._live_requests.accept_all(input_batch.req_ids)
+            chosen = self._live_requests.accept_all_mask(input_batch.req_ids)
             self._accepts_all = None if chosen is None else torch.from_numpy(chosen).to(logits.device)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
