@@ -47,6 +47,7 @@ from vllm_specplus.kernels.verify.judge import judge_kernel
 from vllm_specplus.kernels.verify.nucleus import GROUP_SIZE
 from vllm_specplus.kernels.verify.race import race_kernel
 from vllm_specplus.kernels.verify.row_stats import row_stats_kernel
+from vllm_specplus.kernels.verify.strategies import BY_NUCLEUS
 from vllm_specplus.strategies import POLICIES, STRATEGIES
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
@@ -83,7 +84,7 @@ class Workspace:
     token_ids: torch.Tensor  # [num_reqs, max_rows] int64
     num_tokens: torch.Tensor  # [num_reqs] int32
     stats: torch.Tensor  # [num_rows, NUM_STATS, num_blocks] float32
-    group_max: torch.Tensor  # [num_rows, num_groups] float32, or so many logits of another type
+    group_max: torch.Tensor  # [num_rows, num_groups] float32, or as many logits of another type
     group_list: torch.Tensor  # [num_rows, num_groups] int32
     visited: torch.Tensor  # [num_reqs, num_groups] int32
     head_tokens: torch.Tensor  # [num_rows, HEAD_SIZE] int32
@@ -184,7 +185,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         num_reqs,
         max_rows,
         STRATEGY=strategy,
-        WITH_ABOVE=inputs.top_p is not None and inputs.strategy in ("topp", "rejection"),
+        WITH_ABOVE=inputs.top_p is not None and inputs.strategy in BY_NUCLEUS,
         **of_blocks,
         num_warps=8,
     )
@@ -258,7 +259,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
 
 
 def _num_judges(num_reqs: int, max_rows: int, filtered: bool, each_row: bool) -> int:
-    """Programs of `judge_kernel` for each request: so many that all run at once, where most rows need one."""
+    """Programs of `judge_kernel` for each request: all of them run at once, where most rows need one."""
     if not (filtered or each_row):
         return 1  # statistics leave one row open, which takes a moment
     at_once = JUDGES_AT_ONCE * 2 if each_row else JUDGES_AT_ONCE

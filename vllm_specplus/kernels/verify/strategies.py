@@ -27,6 +27,9 @@ from vllm_specplus.kernels.verify.nucleus import (
 from vllm_specplus.kernels.verify.request_stats import keeps_one
 from vllm_specplus.kernels.verify.row_stats import first_token
 
+BY_NUCLEUS = ("topp", "rejection")
+"""The strategies that ask whether a draft is in its row's nucleus: they need the mass above it."""
+
 
 class NucleusBounds(NamedTuple):
     """What the filters keep of a row, as far as it is known without a head."""
