@@ -19,6 +19,8 @@ MODULES = sorted(
     for path in ROOT.glob(f"{folder}/**/*.py")
 )
 
+SCRIPTS = sorted([*ROOT.glob("ci/**/*.sh"), *ROOT.glob("examples/**/*.sh"), ROOT / "pyproject.toml"])
+
 
 def paragraphs(text: str) -> list[str]:
     """The running text of a Markdown document: no code, no tables, no headings; each list item by itself."""
@@ -63,6 +65,15 @@ def comments(source: str) -> Iterator[str]:
         yield "\n".join(token.string.removeprefix("#") for _, token in block)
 
 
+def script_comments(source: str) -> Iterator[str]:
+    """Comments of a shell script that are whole lines, joined with their neighbours; without tables."""
+    lines = source.splitlines()
+    for is_comment, block in groupby(lines, key=lambda line: bool(re.match(r"\s*#(?!!)", line))):
+        if is_comment:
+            text = [line.partition("#")[2] for line in block]
+            yield "\n".join("" if re.search(r"\S {2,}\S", line) else line for line in text)
+
+
 def messages(tree: ast.Module) -> Iterator[str]:
     """Strings with a placeholder for each value that is put in."""
     skipped = {id(node.value) for node in ast.walk(tree) if is_docstring(node)}
@@ -88,6 +99,12 @@ def test_sentences_of_code_are_short(module: Path) -> None:
     if module.is_relative_to(ROOT / "vllm_specplus"):
         texts += messages(tree)
     long = [s for text in texts for s in long_sentences(text)]
+    assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sentences_of_scripts_are_short(script: Path) -> None:
+    long = [s for text in script_comments(script.read_text()) for s in long_sentences(text)]
     assert not long, "\n".join(long)
 
 

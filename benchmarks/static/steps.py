@@ -96,7 +96,7 @@ class Step:
         return 1 if self.rows == "certain" else min(most, self.shape.num_reqs)
 
     def call(self, num_reqs: int, device: str) -> Call:
-        """The call with so many requests."""
+        """The call for `num_reqs` requests."""
         shape = replace(self.shape, num_reqs=num_reqs)
         if self.method == DRAFTS:
             return CALLS[self.setting](shape, device)

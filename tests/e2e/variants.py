@@ -92,5 +92,5 @@ def make_listener(folder: Path, text_model: Path, seed: int = 0) -> Path:
 
 
 def sound(pitch: int) -> tuple[np.ndarray, int]:
-    """Half a second of a tone of so many hertz, and its sampling rate."""
+    """Half a second of a tone of `pitch` hertz, and its sampling rate."""
     return np.sin(np.arange(_RATE // 2) * 2 * np.pi * pitch / _RATE).astype(np.float32), _RATE

@@ -1,6 +1,6 @@
 """The defaults of the systems whose configs are understood.
 
-Where a config uses one system's names, what it leaves out is that system's default. The key ``dialect`` asks for the
+A config with one system's names has that system's defaults for all that it leaves out. The key ``dialect`` asks for the
 defaults of a system whose names are vLLM's too, and for its way of verification.
 """
 

@@ -35,7 +35,7 @@ MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
 MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
 PRIOR_EXPECTED = 6 * ONE  # hits of a source, as many as came
 PRIOR_MISSES = 3 * ONE  # of a source, as many as were expected
-LUCKY_MISSES = 2 * ONE  # so many fewer than expected mean nothing
+LUCKY_MISSES = 2 * ONE  # this many below what was expected mean nothing
 MAX_EXPECTED = 32 * ONE  # hits of a source; then all of its record is halved
 MAX_GAIN_TRIALS = 64
 PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
@@ -426,7 +426,7 @@ def judge(
                 continue
             for n in range(min(offers.lengths[row, c], num_new - start)):
                 hit = offers.chains[row, c, n] == token_ids[i, first + start + n]
-                # What the model drafts as well has been judged as its draft.
+                # A draft that is the model's as well has been judged as the model's.
                 is_shared = n == 0 and start < passes and offers.chains[row, c, 0] == offers.model[row, start]
                 if not is_shared or offers.is_blind:
                     _count(table, record, _chain_key(offers, row, c, n, passes), row, offers.sources[c], hit)

@@ -152,7 +152,7 @@ class CostMeter:
         """The usual time of some passes for a batch; 0 where that is not known."""
         if num_passes not in self._passes:
             return 0.0
-        # What a pass costs beside a step of the same batch changes less than either.
+        # A pass's share of a step of the same batch changes less than either.
         time, usual_reqs = self._passes[num_passes]
         if usual_reqs == num_reqs:
             return time

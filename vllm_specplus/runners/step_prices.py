@@ -128,7 +128,7 @@ class StepPrices:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        # What fails is not called again.
+        # A call that fails is not made again.
         postponed, self._postponed = self._postponed, []
         for function, arguments in postponed:
             function(*arguments)

@@ -123,7 +123,7 @@ def _judge_kernel(
     is_judged = is_judged & (slots <= _num_first(is_hit, sizes.BLOCK_WIDTH)[:, None])
     keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots)
     if not sizes.IS_BLIND:
-        # What the model drafts as well has been judged as its draft.
+        # A draft that is the model's as well has been judged as the model's.
         is_judged = is_judged & ((slots > 0) | (chains.is_models == 0)[:, None])
         keys = tl.where(slots == 0, first_keys(chains, sizes)[:, None], keys)
     expected = _count(table, keys, is_judged, is_hit)

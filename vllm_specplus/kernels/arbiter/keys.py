@@ -92,7 +92,7 @@ def first_keys(chains, sizes):
     """The key of each chain's first token: [BLOCK_CHAINS] int32."""
     keys = copied_keys(chains.sources, chains.agreed)
     if not sizes.IS_BLIND:
-        # What the model drafts too goes by the longest agreement of all chains that say so.
+        # A draft that is the model's too goes by the longest agreement of all chains that have it.
         agrees = (chains.lengths > 0) & chains.is_models
         agrees = agrees[None, :] & (chains.starts[None, :] == chains.starts[:, None])
         length = tl.max(tl.where(agrees, chains.agreed[None, :], 0), axis=1)

@@ -67,7 +67,7 @@ _VECTORS = (
     *("cu_num_rows", "draft_token_ids", "temperature", "top_p", "top_k", "min_p"),
     *("seeds", "positions", "draft_rows"),
 )
-# With so few registers two programs fit on a multiprocessor. AMD's compiler does not know the option.
+# With that number of registers two programs fit on a multiprocessor. AMD's compiler does not know the option.
 _JUDGE_WITH_FILTERS = {"num_warps": 8} if torch.version.hip else {"num_warps": 8, "maxnreg": 128}
 # With fewer registers, as the compiler chooses, a thread's loads begin one after another.
 _RACE = {"num_warps": 4} if torch.version.hip else {"num_warps": 4, "maxnreg": 96}

@@ -127,7 +127,7 @@ class RequestTracker:
 
     def _count(self) -> None:
         """Enter what is not in the counts yet: together this costs far less than step by step."""
-        # What cannot be counted is dropped.
+        # Drafts that cannot be counted are dropped.
         uncounted, self._uncounted_drafts = self._uncounted_drafts, []
         if uncounted:
             count_drafts(self._counts, *np.array(uncounted).T)
