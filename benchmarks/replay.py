@@ -385,6 +385,7 @@ def rows_of(
     rows = []
     for way, num_passes, drafts in ways:
         results = [
+            # `replay` calls the function before the loops go on.
             None if one is None else replay(trace, lambda position: (one[position], num_passes), setting)  # noqa: B023
             for trace, one in zip(traces, drafts, strict=True)
         ]

@@ -210,6 +210,7 @@ class FlashInferPath:
         try:
             self.sampling = importlib.import_module("flashinfer.sampling")
         except Exception as error:
+            # Whatever it raises without its own libraries, the other methods can be timed.
             raise UnavailableError(f"FlashInfer cannot be imported: {error!r}") from error
         self.case, self.chain = case, chain
         self.top_p, self.top_k = (

@@ -171,7 +171,7 @@ class VllmCall(VllmPath):
     def __init__(self, case: Case, share: float) -> None:
         super().__init__(case, vllm_folder())
         self.vllm.platform.num_sms = max(1, round(type(self.vllm.platform).num_sms * share))
-        sys.modules["vllm.v1.sample.ops.topk_topp_triton"]._SPLIT_MAX_BATCH = 0  # type: ignore[attr-defined]
+        vars(sys.modules["vllm.v1.sample.ops.topk_topp_triton"])["_SPLIT_MAX_BATCH"] = 0
         self._filter = self.vllm.apply_filters
         self._processed: dict[int, torch.Tensor] = {}
 

@@ -125,6 +125,7 @@ class Checker:
                 graph.replay()
                 assert_same(output, expected)
         except Exception as error:
+            # Also what a compiler or a driver raises is the result of this case, and the others go on.
             return f"{how}: {shape}: {type(error).__name__}: {str(error)[:400]}"
         return None
 

@@ -38,7 +38,6 @@ def test_every_cell_is_measured(quick):
 
 def test_a_cell_above_the_limit_says_why_it_is_left_out(quick):
     report, printed = quick
-    pytest.importorskip("arctic_inference")
     small, *_, large = [cell["suffix"] for cell in report["cells"]]
     assert small["median"] > 0
     assert large.startswith("skipped:")

@@ -12,7 +12,6 @@ import pytest
 from tests.kernels.test_drafts import Request
 from tests.kernels.test_drafts import continued as continued_by_definition
 
-pytest.importorskip("arctic_inference")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import suffix_async as benchmark  # noqa: E402

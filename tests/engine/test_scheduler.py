@@ -1,5 +1,6 @@
 """What the scheduler learns from vLLM's steps."""
 
+from collections.abc import Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ class Engine:
         self.results.append((req_id, num_slots, num_accepted))
         self.plans.append(plan)
 
-    def schedule(self, slots: dict[str, int], finished: set[str] = frozenset(), **changes: Any) -> Any:  # type: ignore[assignment]
+    def schedule(self, slots: dict[str, int], finished: Set[str] = frozenset(), **changes: Any) -> Any:
         """Schedule a step; `slots`: the number of each request."""
         counts = {req_id: 1 + count for req_id, count in slots.items()}
         output = SimpleNamespace(
@@ -48,7 +49,7 @@ class Engine:
         self.chooser.note_step(output)
         return output
 
-    def end(self, output: Any, tokens: dict[str, int], gone: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    def end(self, output: Any, tokens: dict[str, int], gone: Set[str] = frozenset()) -> None:
         """End a step; `tokens`: the number that each request got. Those in `gone` were aborted meanwhile."""
         result = SimpleNamespace(
             sampled_token_ids=[[7] * count for count in tokens.values()],

@@ -4,14 +4,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from arctic_inference.suffix_decoding import SuffixDecodingCache
+from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from tests.proposers.reference import make_history
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import HybridDrafter, SuffixMatcher
-
-pytest.importorskip("arctic_inference")
-from arctic_inference.suffix_decoding import SuffixDecodingCache
-from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 MAX_LEN = 256
 

@@ -2,10 +2,12 @@
 
 import pickle
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import msgspec
 import numpy as np
 import pytest
@@ -331,9 +333,8 @@ def test_nothing_is_left_where_nothing_else_was() -> None:
 
 
 @pytest.mark.parametrize("first", ["config", "check"])
-@pytest.mark.parametrize("pickler", ["pickle", "cloudpickle"])
-def test_it_goes_to_other_processes_in_its_config(first: str, pickler: str) -> None:
-    dumps = pytest.importorskip(pickler).dumps
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps], ids=["pickle", "cloudpickle"])
+def test_it_goes_to_other_processes_in_its_config(first: str, dumps: Callable[[object], bytes]) -> None:
     config = ModelConfig()
     install(config, drafts=True)
     assert config.logits_processors is not None

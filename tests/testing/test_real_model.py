@@ -216,7 +216,7 @@ def write_tiny_gguf(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_a_gguf_file_becomes_a_checkpoint(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="gguf is not installed: pip install '.[real]'")
     tensors = write_tiny_gguf(tmp_path / "tiny.gguf")
     folder = tmp_path / "out"
     folder.mkdir()

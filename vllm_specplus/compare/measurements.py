@@ -144,7 +144,8 @@ def recommendation(measurements: Measurements) -> str:
     if not complete:
         return "No configuration can be recommended: none ran to its end with the right text."
     ratios = {name: measurements.ratio(name, complete[0], levels) for name in complete}
-    ranked = sorted((name for name in complete if ratios[name]), key=lambda name: -ratios[name].value)  # type: ignore[union-attr]
+    gains = {name: ratio.value for name, ratio in ratios.items() if ratio}
+    ranked = sorted(gains, key=lambda name: -gains[name])
     if len(ranked) < 2:
         return (
             f"Only {ranked[0]} was measured: there is nothing to choose from." if ranked else "No repeat is complete."

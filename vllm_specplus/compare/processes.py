@@ -102,6 +102,7 @@ def _run(function: Callable[..., None], args: tuple[Any, ...], log: Path, pipe: 
     try:
         function(pipe, *args)
     except Exception as problem:
+        # Whatever an engine raises, the process that started this one has to learn of it.
         traceback.print_exc()
         is_refusal = isinstance(problem, RefusedError)
         lines = [line.strip() for line in str(problem).splitlines() if line.strip()]

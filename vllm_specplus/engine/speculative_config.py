@@ -68,6 +68,7 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
         method: str
         parallel_drafting: bool
 
+    # vLLM's fields before it have defaults, so it needs one; `create` always sets it.
     specplus: SkipValidation[SpecPlusOptions] = None  # type: ignore[assignment]
     """The plugin's options, resolved."""
     made_for_v2: bool = False

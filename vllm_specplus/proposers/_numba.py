@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numba as nb
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]  # it brings no types
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 

@@ -65,7 +65,7 @@ def async_engine(
 
 
 def main() -> None:
-    import tests.conftest  # noqa: F401
+    import tests.conftest  # noqa: F401  # vLLM's engine in this process
 
     model, config = json.loads(sys.argv[1])
     with engine(Path(model), config) as e:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -36,14 +37,14 @@ _MAY_BE_VIEW = {"to", "contiguous", "reshape", "expand_as", "view_as", "flatten"
 
 def _issuer() -> str | None:
     """The line that issued an operation, if the innermost frame of vLLM and the plugin is the plugin's."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_OURS):
             return f"{name.removeprefix(_OURS)}:{frame.f_lineno}"
         if _VLLM in name:
             return None
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

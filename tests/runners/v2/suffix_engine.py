@@ -1,6 +1,7 @@
 """Stand-ins for the parts of vLLM that `runners.v2.suffix` reads, on the CPU."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,9 +23,8 @@ class Event:
     """Stands in for `torch.cuda.Event`; lists in `waited` the numbers, by creation, of the events waited for."""
 
     count = 0
-    waited: list[int] = []  # noqa: RUF012
-
-    blocking: list[bool] = []  # noqa: RUF012
+    waited: ClassVar[list[int]] = []
+    blocking: ClassVar[list[bool]] = []
 
     def __init__(self, blocking: bool) -> None:
         Event.blocking.append(blocking)

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from tests.proposers.reference import make_history
-from vllm_specplus.proposers import HybridDrafter
-
-pytest.importorskip("arctic_inference")
 from tests.runners.v2.suffix_engine import MAX_LEN, Engine, Event
+from vllm_specplus.proposers import HybridDrafter
 from vllm_specplus.runners.v2.host_tokens import TokenMirror
 
 pytestmark = pytest.mark.interpreter

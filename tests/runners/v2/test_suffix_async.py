@@ -5,8 +5,6 @@ import pytest
 
 from tests.kernels.test_drafts import Request, continued
 from tests.proposers.reference import make_history
-
-pytest.importorskip("arctic_inference")
 from tests.runners.v2.suffix_engine import MAX_LEN, Engine, Event
 
 pytestmark = pytest.mark.interpreter
