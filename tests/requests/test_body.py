@@ -202,7 +202,14 @@ def test_a_list_is_bounded_before_its_elements_are_looked_at(name: str, wrap: An
         Check.validate_params(SimpleNamespace(extra_args={name: wrap([part] * (most + 1))}))
 
 
-@pytest.mark.parametrize("wrong", [0, "", [], False, 3, "x"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(0, "", [], False, 3, "x"),
+        *({"include_usage": value} for value in ("", [], {}, 3, "zzz")),
+        *({"continuous_usage_stats": value} for value in ("", [], {}, 3, "zzz")),
+    ],
+)
 def test_wrong_stream_options_are_left_for_vllm_to_refuse(wrong: Any) -> None:
     server = Server()
     server.post({"aux_info": True, "stream": True, "stream_options": wrong})

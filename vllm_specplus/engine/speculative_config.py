@@ -1,12 +1,11 @@
 """vLLM's ``SpeculativeConfig`` with the plugin's options on it; pickled to the workers."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import SkipValidation, ValidationError
-from pydantic_core import ErrorDetails
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
@@ -33,8 +32,8 @@ def _schedule(widths: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(size, size, widths[(size - 1) % len(widths)]) for size in range(1, _LARGEST_BATCH + 1)]
 
 
-def _vllm_error(item: ErrorDetails) -> SpecPlusConfigError:
-    """The error for one thing that vLLM refuses; the words are vLLM's, which names no key where a type is wrong."""
+def _vllm_error(item: Mapping[str, Any]) -> SpecPlusConfigError:
+    """The error for `item` of pydantic's errors; the words are vLLM's, which names no key where a type is wrong."""
     says = item["msg"].removeprefix("Value error, ")
     if not item["loc"]:
         return config_error(says)

@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from vllm_specplus.config.errors import show
 from vllm_specplus.requests.options import KEYS, RequestError, RequestOptions, check_unknown_keys, parse_options
 
@@ -13,6 +15,9 @@ from vllm_specplus.requests.options import KEYS, RequestError, RequestOptions, c
 _FIELD_NAMES = re.compile(rb'"(?:aux_info|prediction|extra_configs?|force_[^"]*|[sS][pP][^"]*)"\s*:|\\u00[2-7]|\x00')
 _CONFIG_NAMES = ("extra_config", "extra_configs")
 """RTP-LLM's objects of a request's options: its document names the first, its source the second."""
+_USAGE_OPTIONS = ("include_usage", "continuous_usage_stats")
+_FLAG = TypeAdapter(bool | None)
+"""Reads a flag of a body as vLLM does: ``"false"`` is one."""
 # No field of OpenAI's or vLLM's begins like these.
 _OWN_PREFIXES = ("sp_", "force_sp", "force_disable_sp")
 
@@ -60,8 +65,14 @@ class RequestBody:
         """Have vLLM end a stream with a chunk for its usage; False if it does so already, or there is no stream."""
         options = self.vllm_body.get("stream_options")
         options = {} if options is None else options
-        # vLLM refuses options that are no object.
-        if not self.vllm_body.get("stream") or not isinstance(options, dict) or options.get("include_usage"):
+        # vLLM refuses options that are no object, or whose values are no booleans.
+        if not self.vllm_body.get("stream") or not isinstance(options, dict):
+            return False
+        try:
+            shown = [_FLAG.validate_python(options.get(name, False)) for name in _USAGE_OPTIONS]
+        except ValidationError:
+            return False
+        if shown[0]:
             return False
         # vLLM ignores `continuous_usage_stats` without `include_usage`, and the client must not get it now.
         options = {key: value for key, value in options.items() if key != "continuous_usage_stats"}
