@@ -33,6 +33,7 @@ class Seam:
 _V1 = "vllm.v1.worker.gpu_model_runner"
 _BASE = "vllm.v1.spec_decode.llm_base_proposer"
 _REJECTION = "vllm.v1.sample.rejection_sampler"
+_PROCESSORS = "vllm.v1.sample.logits_processor.builtin"
 _SAMPLER = "vllm.v1.sample.sampler"
 _V2 = "vllm.v1.worker.gpu.model_runner"
 _V2_SPEC = "vllm.v1.worker.gpu.spec_decode"
@@ -433,6 +434,14 @@ V1_SEAMS = (
         "RejectionSampler.apply_logits_processors",
         "called: penalties and masks of the draft rows",
         ("logits", "sampling_metadata", "metadata"),
+    ),
+    *_members(_PROCESSORS, "MinTokensLogitsProcessor", "min_toks", "read: whether it acts on a batch"),
+    *_members(_PROCESSORS, "LogitBiasLogitsProcessor", "biases", "read: whether it acts on a batch"),
+    *_members(
+        "vllm.v1.sample.metadata",
+        "SamplingMetadata",
+        "no_penalties allowed_token_ids_mask bad_words_token_ids logitsprocs thinking_budget_state_holder",
+        "read: whether a processor acts on a batch",
     ),
     Seam(
         _REJECTION,

@@ -3,9 +3,15 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    LogitsProcessors,
+    MinTokensLogitsProcessor,
+)
 
-from vllm_specplus.runners.v1.samplers import StrategyRejectionSampler
+from vllm_specplus.runners.v1.samplers import StrategyRejectionSampler, _are_processors_idle
 
 
 def test_rows_without_drafts_are_bonus_rows() -> None:
@@ -17,3 +23,37 @@ def test_rows_without_drafts_are_bonus_rows() -> None:
     logits, metadata = torch.zeros(2, 8), object()
     sampler.forward(SimpleNamespace(num_draft_tokens=[0, 0]), None, logits, metadata)
     assert asked == [((logits, metadata), {"predict_bonus_token": True})]
+
+
+def processor(kind: type, **state: Any) -> Any:
+    made = kind.__new__(kind)
+    vars(made).update(state)
+    return made
+
+
+IDLE: dict[str, Any] = {
+    "no_penalties": True,
+    "allowed_token_ids_mask": None,
+    "bad_words_token_ids": {},
+    "thinking_budget_state_holder": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "processors", "idle"),
+    [
+        ({}, [], True),
+        ({}, [processor(MinTokensLogitsProcessor, min_toks={}), processor(LogitBiasLogitsProcessor, biases={})], True),
+        ({"thinking_budget_state_holder": SimpleNamespace(has_tracked_requests=lambda: False)}, [], True),
+        ({}, [processor(MinTokensLogitsProcessor, min_toks={0: (1, [], {2}, False)})], False),
+        ({}, [processor(LogitBiasLogitsProcessor, biases={0: {3: 1.0}})], False),
+        ({}, [SimpleNamespace(is_argmax_invariant=lambda: False)], False),
+        ({"no_penalties": False}, [], False),
+        ({"allowed_token_ids_mask": torch.zeros(1, 8, dtype=torch.bool)}, [], False),
+        ({"bad_words_token_ids": {0: [[3]]}}, [], False),
+        ({"thinking_budget_state_holder": SimpleNamespace(has_tracked_requests=lambda: True)}, [], False),
+    ],
+)
+def test_whether_processors_are_idle(changes: dict[str, Any], processors: list[Any], idle: bool) -> None:
+    metadata = SimpleNamespace(**IDLE | changes, logitsprocs=LogitsProcessors(processors))
+    assert _are_processors_idle(metadata) is idle

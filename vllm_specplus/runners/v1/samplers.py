@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.logits_processor import LogitsProcessors, MinTokensLogitsProcessor
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
@@ -199,27 +199,13 @@ class StrategyRejectionSampler(RejectionSampler):
             # All rows are bonus rows; where a step has drafts, vLLM has the sampler process such rows too.
             return self.sampler(logits, sampling_metadata, predict_bonus_token=True)
         draft_rows, bonus_rows = metadata.target_logits_indices, metadata.bonus_logits_indices
-        # Logprobs are of the raw logits, or are processed anew: the processors change their argument.
         wants_logprobs = sampling_metadata.max_num_logprobs is not None
-        is_single = len(metadata.num_draft_tokens) == 1
-        if is_single:
-            processed = logits.to(torch.float32, copy=wants_logprobs)
-            target, bonus = processed[:-1], processed[-1:]
-        else:
-            target = logits.index_select(0, draft_rows).to(torch.float32)
-            bonus = logits.index_select(0, bonus_rows).to(torch.float32)
-        without_min_tokens, min_tokens = _part_min_tokens(sampling_metadata)
-        bonus = self.sampler.apply_logits_processors(bonus, without_min_tokens, predict_bonus_token=True)
-        target = self.apply_logits_processors(target, sampling_metadata, metadata)
-        if not is_single:
-            processed = torch.empty_like(logits, dtype=torch.float32)
-            processed.index_copy_(0, draft_rows.long(), target)
-            processed.index_copy_(0, bonus_rows.long(), bonus)
-        elif target.data_ptr() != processed.data_ptr() or bonus.data_ptr() != processed[-1:].data_ptr():
-            processed = torch.cat((target, bonus))
         num_rows = [count + 1 for count in metadata.num_draft_tokens]
-        for processor in min_tokens:
-            processed = processor.apply_with_spec_decode(processed, num_rows)
+        if _are_processors_idle(sampling_metadata):
+            # vLLM scales its argument where it gives processed logprobs.
+            processed = logits if sampling_metadata.all_greedy else logits.to(torch.float32, copy=wants_logprobs)
+        else:
+            processed = self._processed(logits, metadata, sampling_metadata, num_rows)
         drafts = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
         if not self._runner.specplus_is_padding:
             drafts[draft_rows] = metadata.draft_token_ids.long()
@@ -249,6 +235,32 @@ class StrategyRejectionSampler(RejectionSampler):
         )
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
+    def _processed(
+        self, logits: torch.Tensor, metadata: Any, sampling_metadata: Any, num_rows: list[int]
+    ) -> torch.Tensor:
+        """[num_rows, vocab] float32: all rows as vLLM's processors leave them, which change their argument."""
+        draft_rows, bonus_rows = metadata.target_logits_indices, metadata.bonus_logits_indices
+        is_single = len(num_rows) == 1
+        if is_single:
+            # Logprobs may be of the raw logits.
+            processed = logits.to(torch.float32, copy=sampling_metadata.max_num_logprobs is not None)
+            target, bonus = processed[:-1], processed[-1:]
+        else:
+            target = logits.index_select(0, draft_rows).to(torch.float32)
+            bonus = logits.index_select(0, bonus_rows).to(torch.float32)
+        without_min_tokens, min_tokens = _part_min_tokens(sampling_metadata)
+        bonus = self.sampler.apply_logits_processors(bonus, without_min_tokens, predict_bonus_token=True)
+        target = self.apply_logits_processors(target, sampling_metadata, metadata)
+        if not is_single:
+            processed = torch.empty_like(logits, dtype=torch.float32)
+            processed.index_copy_(0, draft_rows.long(), target)
+            processed.index_copy_(0, bonus_rows.long(), bonus)
+        elif target.data_ptr() != processed.data_ptr() or bonus.data_ptr() != processed[-1:].data_ptr():
+            processed = torch.cat((target, bonus))
+        for processor in min_tokens:
+            processed = processor.apply_with_spec_decode(processed, num_rows)
+        return processed
+
     def _constrained(self, logits: torch.Tensor, num_rows: list[int], sampling_metadata: Any) -> torch.Tensor:
         """[num_rows, vocab] float32: all rows as vLLM's own sampler would have sampled from them.
 
@@ -263,6 +275,25 @@ class StrategyRejectionSampler(RejectionSampler):
         )
         scaled = self.sampler.apply_temperature(logits, temperature, sampling_metadata.all_random)
         return apply_top_k_top_p(scaled, top_k, top_p)
+
+
+def _are_processors_idle(sampling_metadata: Any) -> bool:
+    """Whether all of vLLM's processors would leave the batch's logits as they are."""
+    holder = sampling_metadata.thinking_budget_state_holder
+    return (
+        sampling_metadata.no_penalties
+        and sampling_metadata.allowed_token_ids_mask is None
+        and not sampling_metadata.bad_words_token_ids
+        and all(_is_idle(processor) for processor in sampling_metadata.logitsprocs.non_argmax_invariant)
+        and (holder is None or not holder.has_tracked_requests())
+    )
+
+
+def _is_idle(processor: Any) -> bool:
+    """Whether a processor has nothing to do; one of another kind than vLLM's own counts as busy."""
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return not processor.min_toks
+    return isinstance(processor, LogitBiasLogitsProcessor) and not processor.biases
 
 
 def _part_min_tokens(sampling_metadata: Any) -> tuple[Any, list[MinTokensLogitsProcessor]]:
