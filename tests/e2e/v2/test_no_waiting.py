@@ -183,7 +183,7 @@ def guard_all(guard: Guard, speculator: type) -> dict[str, list[int]]:
         (Drafting, "fill"),
         (VariableLengthHandler, "set_draft_tokens"),
         (CountingRejectionSampler, "__call__"),
-        (RequestTracker, "limit"),
+        (RequestTracker, "limits_of"),
         (RequestTracker, "put_references_first"),
         (RequestTracker, "count_drafts"),
     ]
