@@ -9,9 +9,11 @@ import shlex
 
 from vllm_specplus.config.errors import SpecPlusConfigError
 
-# Two characters for private use, which no command holds.
+# Characters for private use, which no command holds.
 _LITERAL = str.maketrans("$`", "\ue000\ue001")
-_PLAIN = str.maketrans("\ue000\ue001", "$`")
+_PLAIN = str.maketrans("\ue000\ue001\ue002", "$`$")
+UNQUOTED = "\ue002"
+"""A ``$`` outside quotes: the shell splits the value of the variable into words."""
 # The output of a command, without a third level of parentheses.
 _OUTPUT = r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`"
 _PIECE = re.compile(
@@ -30,9 +32,9 @@ _PIECE = re.compile(
     re.S | re.X,
 )
 _VARIABLE = r"([A-Za-z_]\w*)"
-VARIABLE = re.compile(rf"\$(?:{_VARIABLE}|\{{{_VARIABLE}(?::?-[^{{}}]*)?\}})")
+VARIABLE = re.compile(rf"[$\ue002](?:{_VARIABLE}|\{{{_VARIABLE}(?::?-[^{{}}]*)?\}})")
 """A variable that the shell puts in; its name is group 1 or 2."""
-_WORKED_OUT = re.compile(rf"\$(?![A-Za-z_{{])|`|\$\{{(?!{_VARIABLE}(?::?-[^{{}}]*)?\}})")
+_WORKED_OUT = re.compile(rf"[$\ue002](?![A-Za-z_{{])|`|[$\ue002]\{{(?!{_VARIABLE}(?::?-[^{{}}]*)?\}})")
 
 
 def split_commands(text: str) -> list[list[str]]:
@@ -72,7 +74,7 @@ def _as_word(kind: str, piece: str) -> str:
         return literal(piece)
     if kind == "double":
         return re.sub(r'\\([\\"$`\n])', lambda found: literal(found[1].strip("\n")), piece)
-    return piece
+    return UNQUOTED if piece == "$" else piece
 
 
 def literal(text: str) -> str:
@@ -97,6 +99,6 @@ def is_worked_out(word: str) -> bool:
 
 def quoted(word: str) -> str:
     """A word for the shell, which puts in the values of variables where it did before."""
-    if not set("$`") & set(word):
+    if not {"$", "`", UNQUOTED} & set(word):
         return shlex.quote(plain(word))
     return '"' + plain(re.sub(r'(["\\\ue000\ue001])', r"\\\1", word)) + '"'

@@ -3,12 +3,13 @@
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_specplus.config.dialects import FASTDEPLOY, PADDLENLP, RTP_LLM
 from vllm_specplus.config.errors import SpecPlusConfigError
 from vllm_specplus.migrate.shell import (
+    UNQUOTED,
     VARIABLE,
     is_worked_out,
     literal,
@@ -39,6 +40,7 @@ _EXPORTS = ("export", "env", "declare", "-x")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 # An option with one dash; a negative number is none.
 _SHORT_OPTION = re.compile(r"-[A-Za-z]")
+_JOINED_VARIABLE = re.compile(r"-e[A-Z_]")
 _SCRIPT_OPTION = re.compile(r"-[a-z]*c[a-z]*")
 _LINE = re.compile(r"""(?:export\s+)?([A-Za-z_]\w*)=(?:'([^']*)'|"([^"]*)"|((?:(?!\s\w+=).)*?))(?:\s+\#.*)?""")
 
@@ -118,9 +120,9 @@ def _starts(text: str, variables: _Variables) -> Iterator[Start]:
         words = list(_insert_values(command, variables))
         script = _script(words)
         program = _program(words)
-        start = script if script >= 0 else program
-        _add_variables(words, start, variables)
-        if script >= 0:
+        is_script = script >= 0 and (program < 0 or script <= program)
+        _add_variables(words, script if is_script else program, variables)
+        if is_script:
             yield from _starts(plain(words[script]), variables)
         elif program >= 0:
             yield _read_server(words, program)
@@ -135,7 +137,7 @@ def _insert_values(words: Sequence[str], variables: _Variables) -> Iterator[str]
     for word in words:
         variables.inserted |= values.keys() & set(variables_in(word))
         inserted = _inserted(word, values)
-        yield inserted
+        yield from inserted.split() if word.startswith(UNQUOTED) and inserted != word else (inserted,)
         if (found := _ASSIGNMENT.fullmatch(inserted)) is not None:
             values[found[1]] = found[2]
 
@@ -146,16 +148,16 @@ def _inserted(word: str, values: Mapping[str, str]) -> str:
 
 def _add_variables(words: Sequence[str], program: int, variables: _Variables) -> None:
     """Add the variables that a command sets; `program`: the place of what it runs, -1 if that is unknown."""
-    if _is_container(words):
-        settings = _container_variables(words[:program] if program >= 0 else words, variables)
-    elif program >= 0:
-        settings = iter(words[:program])
-    else:
+    before = words[:program] if program >= 0 else words
+    settings: Iterable[str] = before
+    if _is_container(before):
+        settings = _container_variables(before, variables)
+    elif program < 0:
         settings = itertools.takewhile(_is_setting, words)
     for word in settings:
         found = _ASSIGNMENT.fullmatch(word)
         # A container's `-e A=$A` hands a variable on.
-        if found is not None and found[2] not in (f"${found[1]}", f"${{{found[1]}}}"):
+        if found is not None and plain(found[2]) not in (f"${found[1]}", f"${{{found[1]}}}"):
             variables.values[found[1]] = found[2]
 
 
@@ -165,6 +167,8 @@ def _container_variables(words: Sequence[str], variables: _Variables) -> Iterato
         value = value if equals else after
         if name in ("-e", "--env"):
             yield value
+        elif _JOINED_VARIABLE.match(name):
+            yield option.removeprefix("-e")
         elif name == "--env-file":
             variables.unread.append(f"--env-file {plain(value)}: read it with --env {plain(value)}")
 
@@ -191,7 +195,7 @@ def _program(words: Sequence[str]) -> int:
     found = [place for place in range(len(words)) if _system(words, place)]
     # A word after another option than `-m` is more likely its value, and a name may be an image's.
     found.sort(key=lambda place: (words[place - 1] != "-m", place > 0 and _is_open_option(words[place - 1])))
-    images = [place for place, word in enumerate(words) if _IMAGE.fullmatch(word)] if _is_container(words) else []
+    images = [i for i, word in enumerate(words) if _IMAGE.fullmatch(word) and _is_container(words[:i])]
     return next(iter((*found, *images)), -1)
 
 
@@ -219,7 +223,7 @@ def _read_server(words: Sequence[str], program: int) -> Start:
     launcher = before.index(_LAUNCHER) + 1 if _LAUNCHER in before else program
     # What stands before a container's image is the container's.
     wrapper = [word for word in before[:launcher] if not _is_setting(word)]
-    if not _is_container(words) and any(word[:1] == "-" and word not in ("-m", "-u") for word in wrapper):
+    if not _is_container(before) and any(word[:1] == "-" and word not in ("-m", "-u") for word in wrapper):
         start.notes.append(f"{plain(' '.join(wrapper))}: stands before the server, so it was not read")
     _read_options(start, before[launcher:])
     own = words[program + 1 :]
