@@ -401,6 +401,16 @@ def test_lines_of_a_file_of_variables(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "missing: export MP_NUM=2 BATCH_SIZE=3: is no line of NAME=value" in capsys.readouterr().err
 
 
+def test_a_file_of_variables_that_a_container_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = tmp_path / "env"
+    environment.write_text("MP_NUM=2\nBATCH_SIZE=3\n")
+    command = f"docker run --env-file {environment} -e BATCH_SIZE=4 image start_server org/m"
+    assert main(["migrate", "--env", str(environment), command]) == 0
+    out, err = capsys.readouterr()
+    assert out == "vllm serve org/m --tensor-parallel-size 2 --max-num-seqs 4\n"
+    assert "its variables were read with --env" in err
+
+
 def test_notes_on_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     main(["migrate", "PORT=22 QUANTIZATION=fp8 fastdeploy serve org/m"])
     assert "note: PORT=22: stays in the environment" in capsys.readouterr().err

@@ -85,6 +85,9 @@ def migrate(start: Start, system: str | None = None) -> Migration:
     result = Migration(found)
     for line in start.notes:
         result.note(line)
+    for name in start.variable_files:
+        what = "its variables were read with --env" if start.has_variable_file else f"read it with --env {name}"
+        result.note(f"--env-file {name}: {what}", is_missing=not start.has_variable_file)
     for name, value in start.variables.items():
         _convert_variable(result, name, value, start)
     words = list(start.words)

@@ -54,7 +54,8 @@ class Start:
     the words up to the next option. words: what stands before the first option.
     inserted_variables: those whose value has been put in where they are named.
     unread: what was left out of it, and why. notes: what was left out and does not matter.
-    has_file: whether options come from a YAML file.
+    has_file: whether options come from a YAML file. variable_files: those that a container reads.
+    has_variable_file: whether variables come from a file.
     """
 
     system: str | None = None
@@ -66,6 +67,8 @@ class Start:
     unread: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     has_file: bool = False
+    variable_files: list[str] = field(default_factory=list)
+    has_variable_file: bool = False
 
     def join(self, other: "Start") -> "Start":
         """A file and the command that reads it; a later option of the same name counts."""
@@ -79,16 +82,18 @@ class Start:
             [*self.unread, *other.unread],
             [*self.notes, *other.notes],
             self.has_file or other.has_file,
+            other.variable_files,
+            self.has_variable_file or other.has_variable_file,
         )
 
 
 @dataclass
 class _Variables:
-    """What a text sets, in its order; inserted: those that it names later; unread: files of them."""
+    """What a text sets, in its order; inserted: those that it names later; files: of further ones."""
 
     values: dict[str, str] = field(default_factory=dict)
     inserted: set[str] = field(default_factory=set)
-    unread: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
 
 
 def read_command(text: str) -> Start:
@@ -105,7 +110,7 @@ def read_command(text: str) -> Start:
     servers = [start for start in starts if start.system] or starts
     result = max(servers, key=lambda start: len(start.options), default=Start())
     result.variables, result.inserted_variables = variables.values, variables.inserted
-    result.unread += variables.unread
+    result.variable_files = variables.files
     result.unread += [
         f"{start.program} is started a second time: give each server to this command alone"
         for start in starts
@@ -170,7 +175,7 @@ def _container_variables(words: Sequence[str], variables: _Variables) -> Iterato
         elif _JOINED_VARIABLE.match(name):
             yield option.removeprefix("-e")
         elif name == "--env-file":
-            variables.unread.append(f"--env-file {plain(value)}: read it with --env {plain(value)}")
+            variables.files.append(value)
 
 
 def _is_setting(word: str) -> bool:
@@ -251,7 +256,7 @@ def _name(word: str) -> str:
 
 def read_environment(text: str) -> Start:
     """Read lines of ``NAME=value``, with or without quotation and ``export``; a ``#`` begins a comment."""
-    start = Start()
+    start = Start(has_variable_file=True)
     for line in text.splitlines():
         line = line.strip()
         found = _LINE.fullmatch(line)
