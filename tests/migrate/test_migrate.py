@@ -9,6 +9,7 @@ import pytest
 
 from vllm_specplus.cli import main
 from vllm_specplus.migrate.tables import OPTIONS
+from vllm_specplus.migrate.vllm_flags import vllm_flags
 
 FASTDEPLOY_MTP = """python -m fastdeploy.entrypoints.openai.api_server \\
     --model ${path_to_main_model} \\
@@ -261,6 +262,7 @@ SHELL_FORMS = [
     ),
     ("USE_CACHE_KV_INT8=False SPECULATE_VERIFY_USE_TOPK=off start_server org/m", "vllm serve org/m"),
     # Quotation and variables.
+    ('vllm serve org/m --api-key "$"x', "vllm serve org/m --api-key '$x'"),
     ("vllm serve org/m --api-key 'a$b'", "vllm serve org/m --api-key 'a$b'"),
     ('vllm serve org/m --api-key "a\\$b\\"\\`"', "vllm serve org/m --api-key 'a$b\"`'"),
     ("b=1; vllm serve org/m --api-key 'a$b' a\\$b a$b", "vllm serve org/m --api-key 'a$b' 'a$b' a1"),
@@ -359,6 +361,8 @@ def test_vllm_parses_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtu
         printed.append(shlex.split(capsys.readouterr().out.removeprefix("VLLM_PLUGINS=specplus "))[2:])
     assert printed[0] == ["org/m", "--trust-remote-code", "--no-enforce-eager", "--port", "1"]
     parser = make_arg_parser(FlexibleArgumentParser())
+    lists = {name[2:] for action in parser._actions if action.nargs == "+" for name in action.option_strings}
+    assert lists == vllm_flags().lists
     for words in printed:
         assert parser.parse_args(words).model_tag == "org/m"
 
@@ -473,6 +477,7 @@ def test_no_speculation(off: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["program --x 3"], "nothing tells the system: add --from"),
         (["python -m rtp_llm.start_server --checkpoint_path 'x"], "cannot read the command"),
+        (["vllm serve m --api-key $'x'"], "cannot read the command from \"$'x'\" on"),
         (["--env", "/nowhere"], "cannot read /nowhere"),
         (
             ["python -m rtp_llm.start_server --checkpoint_path x --new_flag 3"],

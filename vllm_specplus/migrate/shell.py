@@ -7,7 +7,7 @@ So variables are put in only where the shell would put them in, and words are pr
 import re
 import shlex
 
-from vllm_specplus.config.errors import SpecPlusConfigError
+from vllm_specplus.config.errors import SpecPlusConfigError, show
 
 # Characters for private use, which no command holds.
 _LITERAL = str.maketrans("$`", "\ue000\ue001")
@@ -27,7 +27,7 @@ _PIECE = re.compile(
     |(?<!\S)(?P<file>\d*[<>]+&?\s*|&>+\s*)
     |(?P<redirection>[<>]+&?\s*)
     |(?P<end>[|&;\n()]+)
-    |(?P<text>[^\s'"\\|&;()<>$`]+|\$)
+    |(?P<text>[^\s'"\\|&;()<>$`]+|\$(?!['"]))
     """,
     re.S | re.X,
 )
@@ -41,7 +41,7 @@ def split_commands(text: str) -> list[list[str]]:
     """The words of each command that the shell would run, without redirections and comments.
 
     Raises:
-        SpecPlusConfigError: a quotation has no end.
+        SpecPlusConfigError: a quotation has no end, or is one of bash's alone (``$'x'``).
     """
     commands: list[list[str]] = [[]]
     word: str | None = None
@@ -51,7 +51,7 @@ def split_commands(text: str) -> list[list[str]]:
     while place < len(text):
         found = _PIECE.match(text, place)
         if found is None:
-            raise SpecPlusConfigError(f"cannot read the command: {text[place]} has no end")
+            raise SpecPlusConfigError(f"cannot read the command from {show(text[place:])} on")
         place = found.end()
         kind = found.lastgroup or ""
         if kind in ("space", "comment", "file", "redirection", "end"):
@@ -73,7 +73,7 @@ def _as_word(kind: str, piece: str) -> str:
     if kind in ("single", "escaped"):
         return literal(piece)
     if kind == "double":
-        return re.sub(r'\\([\\"$`\n])', lambda found: literal(found[1].strip("\n")), piece)
+        return re.sub(r'\\([\\"$`\n])|\$$', lambda found: literal((found[1] or "$").strip("\n")), piece)
     return UNQUOTED if piece == "$" else piece
 
 

@@ -103,7 +103,7 @@ def read_command(text: str) -> Start:
     sets is put in where the text names it later. Where the text runs several programs, that of a server is read.
 
     Raises:
-        SpecPlusConfigError: a quotation has no end.
+        SpecPlusConfigError: a quotation cannot be read.
     """
     variables = _Variables()
     starts = list(_starts(text, variables))
