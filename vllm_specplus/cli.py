@@ -92,7 +92,8 @@ def _add_migrate(commands: Any) -> None:
 def _system_name(text: str) -> str:
     """The system's name as the project spells it; any other text as it is."""
     spelling = re.sub("[^a-z]", "", text.lower())
-    return next((name for name in SYSTEMS if re.sub("[^a-z]", "", name.lower()) == spelling), text)
+    systems = {re.sub("[^a-z]", "", name.lower()): name for name in SYSTEMS}
+    return systems.get(spelling) or systems.get(f"vllm{spelling}", text)
 
 
 def _migrate(arguments: argparse.Namespace) -> int:

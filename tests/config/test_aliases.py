@@ -326,7 +326,7 @@ def test_two_systems_conflict() -> None:
         ({"sp_type": "deterministic", "sp_input_lookup": 1}, ["sp_input_lookup=1", "true or false"]),
         ({"speculate_method": "None", "method": "mtp"}, ["both set method"]),
         ({"method": "MTP", "num_speculative_tokens": 2, "adaptive": True}, ['did you mean "mtp"?']),
-        ({"SPECULATE_VERIFY_USE_TOPK": 1, "speculate_method": "mtp"}, ["did you mean verify_strategy?"]),
+        ({"SPECULATE_VERIFY_USE_TOPK": 1, "speculate_method": "mtp"}, ['did you mean verify_strategy="greedy"?']),
         ({"SP_WEIGHT_TYPE": "INT8", "sp_type": "mtp"}, ["did you mean sp_quantization?"]),
         ({"sp_type": "mtp", "gen_num_per_cycle": "5"}, ['gen_num_per_cycle="5"', "an integer"]),
         ({"sp_type": "mtp", "gen_num_per_cycle": 129}, ["gen_num_per_cycle=129", "<= 128"]),

@@ -9,6 +9,7 @@ import pytest
 
 from vllm_specplus.cli import main
 from vllm_specplus.migrate.tables import OPTIONS
+from vllm_specplus.migrate.vllm_flags import vllm_flags
 
 FASTDEPLOY_MTP = """python -m fastdeploy.entrypoints.openai.api_server \\
     --model ${path_to_main_model} \\
@@ -137,7 +138,7 @@ COMMANDS: list[tuple[str, int, str, dict[str, Any], list[str]]] = [
     (
         PADDLENLP_SCRIPT,
         2,
-        "vllm serve deepseek-ai/DeepSeek-R1-FP8 --max-model-len 8192 --dtype bfloat16 --quantization fp8",
+        "vllm serve deepseek-ai/DeepSeek-R1-FP8 --dtype bfloat16 --max-model-len 8192 --quantization fp8",
         {"dialect": "paddlenlp", "speculate_method": "mtp"}
         | {"draft_model_name_or_path": "deepseek-ai/DeepSeek-R1-MTP-FP8", "draft_model_quant_type": "a8w8_fp8"}
         | {"speculate_max_draft_token_num": 1, "return_full_hidden_states": 1},
@@ -151,7 +152,7 @@ COMMANDS: list[tuple[str, int, str, dict[str, Any], list[str]]] = [
     (
         PADDLENLP_SCRIPT.replace("-FP8", "").replace("a8w8_fp8", "weight_only_int8"),
         2,
-        "vllm serve deepseek-ai/DeepSeek-R1 --max-model-len 8192 --dtype bfloat16 "
+        "vllm serve deepseek-ai/DeepSeek-R1 --dtype bfloat16 --max-model-len 8192 "
         "--quantization int8_per_channel_weight_only",
         {"dialect": "paddlenlp", "speculate_method": "mtp"}
         | {"draft_model_name_or_path": "deepseek-ai/DeepSeek-R1-MTP", "draft_model_quant_type": "weight_only_int8"}
@@ -185,8 +186,11 @@ COMMANDS: list[tuple[str, int, str, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("command", "status", "words", "config", "said"), COMMANDS)
-@pytest.mark.parametrize("as_one_word", [True, False])
+# The shell leaves no variables in the words that it hands over.
+COMMANDS_AND_FORMS = [(*case, as_one) for case in COMMANDS for as_one in (True, False) if as_one or "$" not in case[0]]
+
+
+@pytest.mark.parametrize(("command", "status", "words", "config", "said", "as_one_word"), COMMANDS_AND_FORMS)
 def test_the_documents_commands(
     command: str,
     status: int,
@@ -226,7 +230,7 @@ SHELL_FORMS = [
     # Short options, switches, the model after a switch.
     ("vllm serve org/m -tp 2 -dp=4 -ep", "vllm serve org/m --tensor-parallel-size 2 --data-parallel-size 4 " + EP),
     (f"vllm serve org/m -sc '{json.dumps(NGRAM)}'", NGRAM_WORDS),
-    ("vllm serve --trust-remote-code org/m -O3", "vllm serve org/m --trust-remote-code -O3"),
+    ("vllm serve --trust-remote-code org/m -O3", "vllm serve org/m --trust-remote-code --optimization-level 3"),
     (
         "vllm serve org/m --speculative-config.method ngram --speculative-config.num-speculative-tokens 3",
         NGRAM_WORDS,
@@ -247,6 +251,96 @@ SHELL_FORMS = [
         "FP8_KV_CACHE=1 INT8_MODE=1 CHECKPOINT_PATH=org/m python3 -m rtp_llm.start_server",
         "vllm serve org/m --kv-cache-dtype fp8 --quantization int8_per_channel_weight_only",
     ),
+    # Words that turn an option off.
+    *(
+        (
+            f"FP8_KV_CACHE={off} INT8_MODE={off} PD_SEPARATION={off} REUSE_CACHE={off} CHECKPOINT_PATH=org/m python3 "
+            f"-m rtp_llm.start_server --use_cache_store {off} --tp_size 1",
+            "vllm serve org/m --no-enable-prefix-caching --tensor-parallel-size 1",
+        )
+        for off in ("0", "False", "no", "''")
+    ),
+    ("USE_CACHE_KV_INT8=False SPECULATE_VERIFY_USE_TOPK=off start_server org/m", "vllm serve org/m"),
+    # Quotation and variables.
+    ('vllm serve org/m --api-key "$"x', "vllm serve org/m --api-key '$x'"),
+    ("vllm serve org/m --api-key 'a$b'", "vllm serve org/m --api-key 'a$b'"),
+    ('vllm serve org/m --api-key "a\\$b\\"\\`"', "vllm serve org/m --api-key 'a$b\"`'"),
+    ("b=1; vllm serve org/m --api-key 'a$b' a\\$b a$b", "vllm serve org/m --api-key 'a$b' 'a$b' a1"),
+    ("vllm serve org/m --host ${H:-a} --revision $R", 'vllm serve org/m --host "${H:-a}" --revision "$R"'),
+    ("P=2; vllm serve org/m --port ${P:-3}", "vllm serve org/m --port 2"),
+    ("model_path=org/m; vllm serve $model_path", "vllm serve org/m"),
+    ('A="--port 3 -tp 2"; vllm serve org/m $A', "vllm serve org/m --port 3 --tensor-parallel-size 2"),
+    ('A="a b"; vllm serve org/m --api-key "$A" ${A}', "vllm serve org/m --api-key 'a b' a b"),
+    (
+        "X=1 vllm serve org/m --served-model-name docker bash -n 2",
+        "vllm serve org/m --served-model-name docker bash --nnodes 2",
+    ),
+    ("model=org/m; python -m fastdeploy.x --model $model", "vllm serve org/m"),
+    ("PORT=22 QUANTIZATION=fp8 fastdeploy serve org/m", "vllm serve org/m"),
+    # Names of types.
+    *(
+        (
+            f"python3 -m rtp_llm.start_server --checkpoint_path org/m --act_type {name}",
+            f"vllm serve org/m --dtype {ours}",
+        )
+        for name, ours in (("FP16", "float16"), ("bf16", "bfloat16"), ("BF16", "bfloat16"), ("FP32", "float32"))
+    ),
+    # The last spelling of a flag, and flags with several values.
+    ("vllm serve org/m -tp 1 --tensor-parallel-size 2 -tp 4", "vllm serve org/m --tensor-parallel-size 4"),
+    ("vllm serve org/m --max_num_seqs 1 --max-num-seqs=2", "vllm serve org/m --max-num-seqs 2"),
+    ("vllm serve org/m --enforce-eager --no-enforce-eager", "vllm serve org/m --no-enforce-eager"),
+    ("vllm serve org/m --middleware a --middleware b", "vllm serve org/m --middleware a --middleware b"),
+    *(
+        (f"vllm serve org/m {flags}", f"vllm serve org/m {flags}")
+        for flags in (
+            "--served-model-name a b --port 3",
+            "--lora-modules a=b c=d",
+            "--api-key k1 k2",
+            "--cudagraph-capture-sizes 1 2 4",
+        )
+    ),
+    ("vllm serve --enforce-eager=1 org/m -qfp8 -n2", "vllm serve org/m --enforce-eager --quantization fp8 --nnodes 2"),
+    ("vllm serve org/m -cc.mode=3 --quantization None", "vllm serve org/m --compilation-config.mode 3"),
+    ("vllm serve org/m -sc.method ngram -sc.num_speculative_tokens=3", NGRAM_WORDS),
+    ("fastdeploy serve org/m --no-enable-chunked-prefill", "vllm serve org/m --no-enable-chunked-prefill"),
+    # Parentheses, ends of lines, containers.
+    ("(vllm serve org/m --port 3)", "vllm serve org/m --port 3"),
+    ("vllm serve org/m \\\r\n  --port 3\r\n", "vllm serve org/m --port 3"),
+    *(
+        (f"docker run {flags} image start_server org/m", "vllm serve org/m --tensor-parallel-size 2")
+        for flags in (
+            "-e MP_NUM=2",
+            "-eMP_NUM=2",
+            "--env MP_NUM=2",
+            "--env=MP_NUM=2 -v a=b",
+            "-e=MP_NUM=2 --label MP_NUM=3",
+        )
+    ),
+    (
+        "docker run -e MP_NUM=2 image bash -c 'start_server org/m'",
+        "vllm serve org/m --tensor-parallel-size 2",
+    ),
+    (
+        "docker run -e MP_NUM=2 -e model_name=org/m image bash -c start_server",
+        "vllm serve org/m --tensor-parallel-size 2",
+    ),
+    # The program is a word of its own.
+    ("docker run --name vllm image vllm serve org/m --port 3", "vllm serve org/m --port 3"),
+    ("cd /opt/vllm && vllm serve org/m", "vllm serve org/m"),
+    ("pkill -f vllm.entrypoints.openai.api_server; /opt/bin/vllm serve org/m", "vllm serve org/m"),
+    ("python -m vllm.entrypoints.openai.api_server --model org/m", "vllm serve org/m"),
+    ("docker run --rm quay.io/ascend/vllm-ascend:v1 vllm serve org/m", "vllm serve org/m"),
+    ("docker run --rm vllm/vllm-openai:latest org/m --port 3", "vllm serve org/m --port 3"),
+    (
+        "docker run registry/start_server python3 -m rtp_llm.start_server --checkpoint_path org/m",
+        "vllm serve org/m",
+    ),
+    # What stands before it.
+    *(
+        (f"{wrapper} vllm serve org/m --port 3", "vllm serve org/m --port 3")
+        for wrapper in ("numactl --cpunodebind 0 -m 0", "srun --gpus 2 -n 1", "conda run -n env --no-capture-output")
+    ),
+    ("torchrun --nproc_per_node 2 predictor.py --model_name_or_path org/m", "vllm serve org/m"),
 ]
 
 
@@ -267,8 +361,69 @@ def test_vllm_parses_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtu
         printed.append(shlex.split(capsys.readouterr().out.removeprefix("VLLM_PLUGINS=specplus "))[2:])
     assert printed[0] == ["org/m", "--trust-remote-code", "--no-enforce-eager", "--port", "1"]
     parser = make_arg_parser(FlexibleArgumentParser())
+    lists = {name[2:] for action in parser._actions if action.nargs == "+" for name in action.option_strings}
+    assert lists == vllm_flags().lists
     for words in printed:
         assert parser.parse_args(words).model_tag == "org/m"
+
+
+def test_lists_and_nulls_of_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    yaml = tmp_path / "c.yaml"
+    yaml.write_text("served-model-name: [a, b]\nrevision: null\nmiddleware: [x]\nport: 1\n")
+    arguments = ["--yaml", str(yaml), f"vllm serve org/m --config {yaml} --port 2"]
+    assert main(["migrate", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert out == "vllm serve org/m --served-model-name a b --middleware x --port 2\n"
+    assert "its options were read with --yaml" in err
+
+
+@pytest.mark.parametrize(
+    "value", ["2024-01-01", "2024-99-99", "!!binary aGk=", "&x [*x]", "&x {a: *x}", "[2024-01-01]"]
+)
+def test_values_of_yaml_that_no_option_has(value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    yaml = tmp_path / "c.yaml"
+    yaml.write_text(f"model: {value}\n")
+    assert main(["migrate", "--yaml", str(yaml), "vllm serve org/m"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("malformed YAML: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_lines_of_a_file_of_variables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = tmp_path / "env"
+    lines = ["# It's", "NOTE=it's", "export MP_NUM='2'  # two", 'model_name="org/m"', "SPECULATE_METHOD=None", ""]
+    environment.write_text("\r\n".join(lines))
+    assert main(["migrate", "--env", str(environment), "start_server"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "vllm serve org/m --tensor-parallel-size 2\n"
+    assert [line for line in err.splitlines() if line[:4] == "miss"] == [
+        "missing: NOTE=it's: is no known option of PaddleNLP's"
+    ]
+    environment.write_text("export MP_NUM=2 BATCH_SIZE=3\n")
+    assert main(["migrate", "--env", str(environment), "start_server org/m"]) == 2
+    assert "missing: export MP_NUM=2 BATCH_SIZE=3: is no line of NAME=value" in capsys.readouterr().err
+
+
+def test_a_file_of_variables_that_a_container_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = tmp_path / "env"
+    environment.write_text("MP_NUM=2\nBATCH_SIZE=3\n")
+    command = f"docker run --env-file {environment} -e BATCH_SIZE=4 image start_server org/m"
+    assert main(["migrate", "--env", str(environment), command]) == 0
+    out, err = capsys.readouterr()
+    assert out == "vllm serve org/m --tensor-parallel-size 2 --max-num-seqs 4\n"
+    assert "its variables were read with --env" in err
+
+
+def test_notes_on_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["migrate", "PORT=22 QUANTIZATION=fp8 fastdeploy serve org/m"])
+    assert "note: PORT=22: stays in the environment" in capsys.readouterr().err
+    main(["migrate", "numactl --cpunodebind 0 vllm serve org/m"])
+    assert "note: numactl --cpunodebind 0: stands before the server" in capsys.readouterr().err
+    main(["migrate", "SP_TYPE=none GEN_NUM_PER_CIRCLE=3 CHECKPOINT_PATH=org/m python -m rtp_llm.start_server"])
+    err = capsys.readouterr().err
+    assert "asks for no speculation" in err
+    assert "options mapped" not in err
 
 
 def test_a_yaml_file_that_the_command_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,6 +452,11 @@ def test_defaults_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert "9965" not in capsys.readouterr().err
 
 
+def test_ascend_is_vllm_ascend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", "--from", "ascend", "program org/m -tp 2"]) == 0
+    assert capsys.readouterr().out == "vllm serve org/m --tensor-parallel-size 2\n"
+
+
 @pytest.mark.parametrize("name", ["paddlenlp", "PaddleNLP", "paddle-nlp"])
 def test_a_system_by_any_of_its_spellings(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", "--from", name, "MP_NUM=2 model_name=org/m program"]) == 0
@@ -317,6 +477,7 @@ def test_no_speculation(off: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["program --x 3"], "nothing tells the system: add --from"),
         (["python -m rtp_llm.start_server --checkpoint_path 'x"], "cannot read the command"),
+        (["vllm serve m --api-key $'x'"], "cannot read the command from \"$'x'\" on"),
         (["--env", "/nowhere"], "cannot read /nowhere"),
         (
             ["python -m rtp_llm.start_server --checkpoint_path x --new_flag 3"],
@@ -339,6 +500,30 @@ def test_no_speculation(off: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["vllm serve m -q wint4"], "missing: -q=wint4: vLLM makes no 4-bit"),
         (["vllm serve m --no-such-flag 3"], "missing: no-such-flag=3: vLLM has no such flag"),
         (["vllm serve m n"], "missing: n: is no option"),
+        (["vllm serve m -tp2"], "missing: -tp2: vLLM has no such flag"),
+        (["vllm serve m --port"], "missing: port: has no value"),
+        (["vllm serve m --host $(hostname -i)"], "missing: $(hostname -i): the shell works it out"),
+        (["vllm serve m --host `hostname -i`"], "missing: `hostname -i`: the shell works it out"),
+        (['H=a; vllm serve m --host "${H%%x}"'], "missing: ${H%%x}: the shell works it out"),
+        (["CHECKPOINT_PATH=$(pwd) python3 -m rtp_llm.start_server"], "missing: CHECKPOINT_PATH=$(pwd): the shell"),
+        (
+            ['vllm serve m -sc "{\\"method\\": \\"mtp\\", \\"model\\": \\"$H\\"}"'],
+            "missing: speculative_config: H is a variable that the command does not set",
+        ),
+        (
+            ["SP_TYPE=eagle SP_CHECKPOINT_PATH=$H CHECKPOINT_PATH=m python3 -m rtp_llm.start_server"],
+            "missing: speculative_config: H is a variable that the command does not set",
+        ),
+        (["vllm serve m -sc '{}' -sc.method ngram"], "missing: -sc.method=ngram: write the whole config as one JSON"),
+        (["vllm serve m & vllm serve n"], "missing: vllm is started a second time"),
+        (["docker run --env-file f image start_server m"], "missing: --env-file f: read it with --env f"),
+        (["docker run --env-file=f image start_server m"], "missing: --env-file f: read it with --env f"),
+        (["python3 -m rtp_llm.start_server --checkpoint_path m n"], "missing: n: is no option"),
+        (["fastdeploy serve m --port 3 n"], "missing: n: is no option"),
+        (
+            ["python3 -m rtp_llm.start_server --checkpoint_path m --act_type INT8"],
+            "missing: act_type=INT8: vLLM has no such type; its types are",
+        ),
         (["vllm serve m --additional-config '{\"draft_window_size\": 3}'"], "missing: additional-config"),
         (
             ["vllm serve m -tp 2 & vllm serve n --port 3 --enforce-eager"],
@@ -348,7 +533,9 @@ def test_no_speculation(off: str, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_cannot_be_migrated(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert said in err
+    assert not err.startswith("speculative_config:")
 
 
 def test_every_option_says_what_becomes_of_it() -> None:

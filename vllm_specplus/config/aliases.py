@@ -139,10 +139,13 @@ OTHER_SPELLINGS: Mapping[str, str] = MappingProxyType(
         "GEN_NUM_PER_CIRCLE": "gen_num_per_cycle",
         # An older document of RTP-LLM's has this name.
         "SP_WEIGHT_TYPE": "sp_quantization",
-        "SPECULATE_VERIFY_USE_TOPK": "verify_strategy",
+        "SPECULATE_VERIFY_USE_TOPK": 'verify_strategy="greedy"',
     }
 )
-"""Environment variables of the other systems, and the keys that they stand for. No config key is spelt so."""
+"""Environment variables of the other systems, and what they stand for: a key, or a key with its value.
+
+No config key is spelt so.
+"""
 OFF = "<off>"
 """The method of a config that asks for no speculation. No user can write it: no method of vLLM's has such a name."""
 INPUT_LOOKUP_KEY = "sp_input_lookup"
@@ -150,7 +153,7 @@ INPUT_LOOKUP_KEY = "sp_input_lookup"
 
 
 def meant_key(name: str, known: Iterable[str]) -> str | None:
-    """The key that an unknown name most likely stands for, or None."""
+    """The key that an unknown name most likely stands for, with its value where the name tells it; or None."""
     return OTHER_SPELLINGS.get(name.upper()) or nearest(name.lower(), known)
 
 
@@ -251,7 +254,7 @@ def normalise(items: Iterable[tuple[str, Any]]) -> NormalisedConfig:
         defaults = _fill_in(result, implied, "which those options imply")
         defaults += _fill_in(result, _defaults(result, system, is_asked=dialect is not None), f"{system}'s defaults")
         result.notes[:0] = [*defaults, *_quantization_notes(result)]
-    for system, settings in reversed(rewritten.items()):
+    for system, settings in reversed(rewritten.items() if not result.is_off else ()):
         if lines := [line for key, line in settings if key in result.values]:
             result.notes.insert(0, f"{system} options mapped: {', '.join(lines)}")
     return result

@@ -209,7 +209,7 @@ def _check_near_misses(items: list[tuple[str, Any]]) -> None:
     for name, value in suspects:
         config.add(name, value, name, value)
         meant = meant_key(name, known_names(stock))
-        if name not in stock.keys and meant in plugin_names:
+        if name not in stock.keys and meant and meant.partition("=")[0] in plugin_names:
             problems.append(unknown_key_error(setting(name, value), meant))
     add_quantization_errors(config, stock, problems)
     if problems:

@@ -7,6 +7,17 @@ from typing import Literal
 
 from vllm_specplus.config.dialects import FASTDEPLOY, PADDLENLP, RTP_LLM
 
+FALSE = ("0", "false", "no", "off", "none", "")
+"""The words that turn an option off, in small letters."""
+DTYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: name for name in ("auto", "half", "float16", "bfloat16", "float", "float32")},
+        "fp16": "float16",
+        "bf16": "bfloat16",
+        "fp32": "float32",
+    }
+)
+"""The systems' names for the type of the weights, in small letters, and vLLM's."""
 Kind = Literal["value", "switch", "model", "speculative", "none"]
 _PD = "disaggregated prefill is vLLM's --kv-transfer-config with a connector, and a proxy in front of both servers"
 
@@ -173,8 +184,8 @@ _OPTIONS = (
     Option("enable_logprob", _FD, "", "none", "vLLM answers requests for logprobs always"),
     Option("guided_decoding_disable_any_whitespace", _FD, "", "none", "vLLM's is a key of --structured-outputs-config"),
     Option("swap_space", _FD, "", "none", "vLLM's is --kv-offloading-size, which works otherwise"),
-    Option("dynamic_load_weight", _FD, "", "none", "vLLM has its own ways to load weights anew", True, ("0", "false")),
-    Option("lm_head_fp32", _FD, "", "none", "vLLM's is head_dtype of --hf-overrides", True, ("false",)),
+    Option("dynamic_load_weight", _FD, "", "none", "vLLM has its own ways to load weights anew", True, FALSE),
+    Option("lm_head_fp32", _FD, "", "none", "vLLM's is head_dtype of --hf-overrides", True, FALSE),
     Option("FD_LOG_DIR", _FD, "", "none", "vLLM logs to the terminal; VLLM_LOGGING_CONFIG_PATH sets files"),
     Option("SPEC_TOKENUM_THRESHOLD", _FD, "", "none", "the drafts of a whole step: the arbiter's prices bound them"),
     Option(
@@ -229,7 +240,7 @@ _OPTIONS = (
         "verify_strategy",
         "speculative",
         "PaddleNLP's greedy verification",
-        neutral=("0",),
+        neutral=FALSE,
         value="greedy",
     ),
     Option("MODEL_PATH", _NLP, "", "none", "where PaddleNLP keeps downloaded models; vLLM's is --download-dir"),
@@ -246,7 +257,7 @@ _OPTIONS = (
     Option("PUSH_MODE_HTTP_WORKERS", _NLP, "--api-server-count"),
     Option("USE_WARMUP", _NLP, "", "none", "vLLM warms up always"),
     Option("USE_HF_TOKENIZER", _NLP, "", "none", "vLLM uses it always"),
-    Option("USE_CACHE_KV_INT8", _NLP, "--kv-cache-dtype", "none", "vLLM has other forms", True, ("0",)),
+    Option("USE_CACHE_KV_INT8", _NLP, "--kv-cache-dtype", "none", "vLLM has other forms", True, FALSE),
     Option("MAX_CACHED_TASK_NUM", _NLP, "", "none", "vLLM's queue has no limit"),
     Option("DISABLE_STREAMING", _NLP, "", "none", "a request's own stream"),
     Option("MODEL_DIR", _NLP, "", "none", "where the model is mounted"),
@@ -298,20 +309,20 @@ _OPTIONS = (
     Option("start_port", _RTP, "--port"),
     Option("reuse_cache", _RTP, "--enable-prefix-caching", "switch"),
     Option("seq_size_per_block", _RTP, "--block-size"),
-    Option("fp8_kv_cache", _RTP, "--kv-cache-dtype", neutral=("0",), value="fp8"),
+    Option("fp8_kv_cache", _RTP, "--kv-cache-dtype", neutral=FALSE, value="fp8"),
     Option("enable_cuda_graph", _RTP, "", "none", "vLLM captures CUDA graphs unless --enforce-eager"),
     Option("enable_native_cuda_graph", _RTP, "", "none", _INTERNAL),
     Option("warm_up", _RTP, "", "none", "vLLM warms up always"),
     Option("log_level", _RTP, "", "none", "vLLM's is the variable VLLM_LOGGING_LEVEL"),
     Option("role_type", _RTP, "--kv-transfer-config", "none", _PD, True, ("PDFUSION",)),
-    Option("pd_separation", _RTP, "--kv-transfer-config", "none", _PD, True, ("0",)),
-    Option("use_cache_store", _RTP, "--kv-transfer-config", "none", _PD, True, ("0",)),
+    Option("pd_separation", _RTP, "--kv-transfer-config", "none", _PD, True, FALSE),
+    Option("use_cache_store", _RTP, "--kv-transfer-config", "none", _PD, True, FALSE),
     Option("world_rank", _RTP, "--node-rank", "none", "vLLM counts machines by --node-rank", True, ("0",)),
     Option("local_world_size", _RTP, "", "none", _INTERNAL),
     Option("reserver_runtime_mem_mb", _RTP, "", "none", "vLLM's is --gpu-memory-utilization"),
-    Option("think_mode", _RTP, "--reasoning-parser", "none", "vLLM has a parser by model", True, ("0",)),
-    Option("int8_mode", _RTP, "--quantization", neutral=("0",), value="INT8"),
-    Option("sp_int8_mode", _RTP, "sp_quantization", "speculative", neutral=("0",), value="INT8"),
+    Option("think_mode", _RTP, "--reasoning-parser", "none", "vLLM has a parser by model", True, FALSE),
+    Option("int8_mode", _RTP, "--quantization", neutral=FALSE, value="INT8"),
+    Option("sp_int8_mode", _RTP, "sp_quantization", "speculative", neutral=FALSE, value="INT8"),
     Option("SP_WEIGHT_TYPE", _RTP, "sp_quantization", "speculative"),
     *(
         Option(name, _RTP, "", "none", _INTERNAL)
@@ -338,10 +349,10 @@ _OPTIONS = (
     *(Option(name, _RTP, "", "none", "for debugging; vLLM has its own ways") for name in _RTP_DEBUG),
     *(Option(name, _RTP, "", "none", "a router in front of several servers does so") for name in _RTP_SERVICES),
     Option("ep_size", _RTP, "--enable-expert-parallel", "none", "vLLM takes all GPUs for it", True, ("1",)),
-    Option("enable_ffn_disaggregate", _RTP, "", "none", "vLLM runs all of a layer in one place", True, ("false", "0")),
+    Option("enable_ffn_disaggregate", _RTP, "", "none", "vLLM runs all of a layer in one place", True, FALSE),
     Option("multi_task_prompt", _RTP, "", "none", "prefix caching finds a common prompt by itself"),
     Option("multi_task_prompt_str", _RTP, "", "none", "prefix caching finds a common prompt by itself"),
-    Option("enable_3fs", _RTP, "--kv-transfer-config", "none", "vLLM has connectors to stores", True, ("false", "0")),
+    Option("enable_3fs", _RTP, "--kv-transfer-config", "none", "vLLM has connectors to stores", True, FALSE),
     Option("max_lora_model_size", _RTP, "", "none", "vLLM's are --max-loras and --max-cpu-loras"),
     Option("eplb_mode", _RTP, "--enable-eplb", "none", "vLLM's expert balancing has --enable-eplb", False, ("NONE",)),
     Option("eplb_update_time", _RTP, "", "none", "vLLM's is step_interval of --eplb-config"),
