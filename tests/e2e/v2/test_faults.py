@@ -83,7 +83,7 @@ def test_any_other_fault_costs_the_batch_its_drafts_or_its_counts(
     expected: list[list[int]],
     log: pytest.LogCaptureFixture,
 ) -> None:
-    places: list[tuple[Any, str]] = [(RequestTracker, "count_steps"), (RequestTracker, "limit")]
+    places: list[tuple[Any, str]] = [(RequestTracker, "count_steps"), (RequestTracker, "limits_of")]
     places += [(TokenCopier, "advance")]
     if is_adaptive:
         places += [
