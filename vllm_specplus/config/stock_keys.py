@@ -139,7 +139,7 @@ def read_stock_keys(package: Path) -> StockKeys:
         SpecPlusConfigError: a file cannot be read; the message names it, and what is missing in it.
     """
     source = package / CONFIG_FILE
-    tree = _parse(source)
+    tree = parse_source(source)
     aliases = _imported_aliases(package, tree) | _aliases(tree)
     body = _classes(tree).get("SpeculativeConfig")
     methods, mtp_methods = (_choices(aliases, name, source) for name in ("SpeculativeMethod", "MTPModelTypes"))
@@ -153,7 +153,7 @@ def read_stock_keys(package: Path) -> StockKeys:
         keys=MappingProxyType(fields),
         methods=methods,
         mtp_methods=mtp_methods,
-        quantizations=_choices(_aliases(_parse(source)), "QuantizationMethods", source),
+        quantizations=_choices(_aliases(parse_source(source)), "QuantizationMethods", source),
         attention_backends=_attention_backends(package),
     )
 
@@ -162,7 +162,12 @@ def _unreadable_error(source: Path, why: str) -> SpecPlusConfigError:
     return SpecPlusConfigError(f"cannot check the speculative config: vLLM's {source} cannot be read: {why}")
 
 
-def _parse(source: Path) -> ast.Module:
+def parse_source(source: Path) -> ast.Module:
+    """The syntax tree of one of vLLM's files.
+
+    Raises:
+        SpecPlusConfigError: it cannot be read.
+    """
     try:
         return ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as problem:
@@ -216,7 +221,7 @@ def _imported_aliases(package: Path, tree: ast.Module) -> dict[str, Any]:
     """The aliases that the module imports from files of vLLM's own config."""
     found: dict[str, Any] = {}
     for source, names in _config_imports(package, tree):
-        aliases = _aliases(_parse(source))
+        aliases = _aliases(parse_source(source))
         found |= {name: aliases[name] for name in names if name in aliases}
     return found
 
@@ -240,7 +245,7 @@ def _fields_of_config(package: Path, tree: ast.Module, name: str) -> dict[str, S
     for source, names in _config_imports(package, tree):
         if name not in names:
             continue
-        inside = _parse(source)
+        inside = parse_source(source)
         body = _classes(inside).get(name)
         if body is None:
             # The package hands on what its files define.
@@ -256,7 +261,7 @@ def _attention_backends(package: Path) -> tuple[str, ...]:
     source = package / ATTENTION_FILE
     if not source.is_file():
         return ()
-    classes = _classes(_parse(source))
+    classes = _classes(parse_source(source))
     if "AttentionBackendEnum" not in classes:
         return ()
     return tuple(

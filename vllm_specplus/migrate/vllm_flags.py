@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from vllm_specplus.config.stock_keys import vllm_folder
+from vllm_specplus.config.stock_keys import parse_source, vllm_folder
 
 _ARGUMENTS_FILE = Path("engine/arg_utils.py")
 # vLLM has moved this file from folder to folder.
@@ -40,8 +40,7 @@ def vllm_flags() -> VllmFlags:
     """The flags of the vLLM that ``import vllm`` would load.
 
     Raises:
-        SpecPlusConfigError: vLLM is not installed.
-        OSError: its source cannot be read.
+        SpecPlusConfigError: vLLM is not installed, or its source cannot be read.
     """
     return _read_flags(vllm_folder())
 
@@ -53,7 +52,7 @@ def _read_flags(package: Path) -> VllmFlags:
     actions: dict[str, str] = {}
     lists: set[str] = set()
     for path in (package / _ARGUMENTS_FILE, *sorted(package.glob(_SERVER_FILES))):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parse_source(path)
         for name, annotation in _fields(tree):
             names.add(name)
             if annotation in ("bool", "bool | None"):
