@@ -58,11 +58,10 @@ def nearest(name: Any, known: Iterable[str], cutoff: float = 0.75) -> str | None
     if not isinstance(name, str):
         return None
     names = list(known)
-    found = [
-        *difflib.get_close_matches(name, names, n=1, cutoff=cutoff),
-        *difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff),
-    ]
-    return found[0] if found else None
+    for spelling in (name, name.lower()):
+        if found := difflib.get_close_matches(spelling, names, n=1, cutoff=cutoff):
+            return found[0]
+    return None
 
 
 def describe(schema: Mapping[str, Any]) -> str:
