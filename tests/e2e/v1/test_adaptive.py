@@ -52,7 +52,9 @@ def base(tiny: Path, trained: Path, draft: Path) -> dict[Path, Texts]:
     return texts
 
 
-@pytest.mark.parametrize("name", marked(CONFIGS, ["mtp_ngram"]))
+@pytest.mark.parametrize(
+    "name", marked(CONFIGS, ["mtp_ngram"], slow=["eagle_suffix", "eagle3_ngram", "draft_model_suffix"])
+)
 def test_text(name: str, tiny: Path, trained: Path, draft: Path, base: dict[Path, Texts]) -> None:
     """Greedy and seeded texts equal those without speculation, alone and with references of all kinds."""
     # The heads are of these models; EAGLE 3's reads what vLLM's MiMo does not offer.

@@ -108,7 +108,13 @@ def test_prompt_at_the_models_length(length: int, tiny: Path) -> None:
         assert len(e.tokens([[1, 2, 3]])[0]) == 48
 
 
-@pytest.mark.parametrize("config", ["{'method': 'mtp'}", "[1, 2]", json.dumps(HYBRID | {"num_model_steps": 9})])
+@pytest.mark.parametrize(
+    "config",
+    [
+        json.dumps(HYBRID | {"num_model_steps": 9}),
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("{'method': 'mtp'}", "[1, 2]")),
+    ],
+)
 def test_command_line(config: str, tiny: Path) -> None:
     """One message, exit code 2, no traceback, and no weights loaded."""
     vllm = Path(sys.executable).with_name("vllm")

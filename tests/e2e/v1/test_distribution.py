@@ -30,9 +30,9 @@ def stock(trained: Path) -> Counter[tuple[int, ...]]:
     ("proposer", "options"),
     [
         ("mtp", {"verify_strategy": "target_match"}),
-        ("mtp", {"verify_strategy": "rejection"}),
-        ("mtp", {"verify_strategy": "rejection"} | SAMPLED_DRAFTS),
         ("mtp_ngram", {"verify_strategy": "rejection"} | SAMPLED_DRAFTS),
+        pytest.param("mtp", {"verify_strategy": "rejection"}, marks=pytest.mark.slow),
+        pytest.param("mtp", {"verify_strategy": "rejection"} | SAMPLED_DRAFTS, marks=pytest.mark.slow),
     ],
 )
 def test_lossless(proposer: str, options: dict[str, Any], trained: Path, draft: Path, stock: Any) -> None:

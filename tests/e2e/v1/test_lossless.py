@@ -1,5 +1,6 @@
 """Greedy text equals the text without speculation, with any drafter."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "prefix_caching": {"enable_prefix_caching": True, "block_size": 32},
     "chunked_prefill": {"max_num_batched_tokens": 64, "max_num_seqs": 4},
 }
+# What runs in every engine. In other engines than the plain one the rest are slow tests.
+WIDELY_RUN = ["mtp_ngram", "suffix", "adaptive"]
 # Some prompts exceed a chunk of the prefill, and the blocks that a prefix cache drops because of MTP.
 LONG = [*PROMPTS, PROMPTS[0] * 3, list(range(30, 250))]
 
@@ -52,8 +55,15 @@ def plain_text(tiny: Path, trained: Path) -> dict[Path, list[list[int]]]:
     return texts
 
 
-@pytest.mark.parametrize("engine_kind", ENGINES)
-@pytest.mark.parametrize("proposer", marked([*PROPOSERS, "adaptive"], ["mtp_ngram", "suffix"]))
+def in_each_engine() -> Iterator[Any]:
+    names = [*PROPOSERS, "adaptive"]
+    for kind in ENGINES:
+        seldom = set() if kind == "plain" else {*names} - {*WIDELY_RUN}
+        for param in marked(names, ["mtp_ngram", "suffix"], slow=seldom):
+            yield pytest.param(*param.values, kind, marks=param.marks)
+
+
+@pytest.mark.parametrize(("proposer", "engine_kind"), in_each_engine())
 def test_greedy_text(
     proposer: str, engine_kind: str, tiny: Path, trained: Path, draft: Path, plain_text: dict[Path, list[list[int]]]
 ) -> None:
@@ -80,7 +90,7 @@ def test_greedy_text(
         assert counts.drafted < counts.drafts * width
 
 
-@pytest.mark.parametrize("strategy", ["topp", "greedy"])
+@pytest.mark.parametrize("strategy", ["topp", pytest.param("greedy", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_greedy_text_under_lossy_strategies(
     proposer: str, strategy: str, tiny: Path, trained: Path, draft: Path, plain_text: dict[Path, list[list[int]]]
@@ -116,22 +126,43 @@ def test_the_model_makes_its_steps_and_no_more(steps: int, trained: Path, draft:
     assert len(passes) == steps * len(proposals) > 0
 
 
-@pytest.mark.parametrize("proposer", [*PROPOSERS, "adaptive"])
-def test_up_to_the_models_length(proposer: str, tiny: Path, draft: Path) -> None:
-    prompts = [list(range(40, 90)), [65, 66] * 31, list(range(40, 103))]
+# Of these lengths the last has no room for a draft, and the one before it for one.
+PROMPTS_NEAR_THE_END = [list(range(40, 90)), [65, 66] * 31, list(range(40, 103))]
+
+
+@pytest.fixture(scope="module")
+def texts_to_the_end(tiny: Path) -> list[list[int]]:
+    """Texts up to the length of a model of 64 tokens, without speculation."""
     with engine(tiny, max_model_len=64) as e:
-        expected = e.tokens(prompts, max_tokens=None)
+        texts = e.tokens(PROMPTS_NEAR_THE_END, max_tokens=None)
+    assert [len(text) for text in texts] == [14, 2, 1]
+    return texts
+
+
+@pytest.mark.parametrize(
+    "proposer", marked([*PROPOSERS, "adaptive"], [], slow=["mtp_ngram_override", "mtp_suffix", "eagle_ngram", "naive"])
+)
+def test_up_to_the_models_length(proposer: str, tiny: Path, draft: Path, texts_to_the_end: list[list[int]]) -> None:
     with engine(tiny, speculative(proposer, draft), max_model_len=64) as e:
-        assert e.tokens(prompts, max_tokens=None) == expected
-    assert [len(t) for t in expected] == [14, 2, 1]
+        assert e.tokens(PROMPTS_NEAR_THE_END, max_tokens=None) == texts_to_the_end
 
 
-@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "draft_model_ngram", "ngram", "adaptive"])
-def test_preempted_and_resumed(proposer: str, trained: Path, draft: Path) -> None:
-    prompts = [[*PROMPTS[k % 4][:60], 65 + k] for k in range(8)]
+MANY = [[*PROMPTS[k % 4][:60], 65 + k] for k in range(8)]
+
+
+@pytest.fixture(scope="module")
+def texts_of_many(trained: Path) -> list[list[int]]:
+    """Texts of `MANY` without speculation, where no request is preempted."""
     with engine(trained) as e:
-        expected = e.tokens(prompts, max_tokens=120)
+        return e.tokens(MANY, max_tokens=120)
+
+
+@pytest.mark.parametrize(
+    "proposer",
+    marked(["mtp_ngram", "mtp_suffix", "draft_model_ngram", "ngram", "adaptive"], [], slow=["draft_model_ngram"]),
+)
+def test_preempted_and_resumed(proposer: str, trained: Path, draft: Path, texts_of_many: list[list[int]]) -> None:
     with engine(trained, speculative(proposer, draft), num_gpu_blocks_override=20, block_size=32) as e:
-        assert e.tokens(prompts, max_tokens=120) == expected
+        assert e.tokens(MANY, max_tokens=120) == texts_of_many
         preempted = {m.name: m for m in e.llm.get_metrics()}["vllm:num_preemptions"].value
     assert preempted > 0

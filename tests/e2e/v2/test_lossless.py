@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.engines import PROMPTS, PROPOSERS, engine, marked, speculative, target
 from tests.e2e.references import DRAFTING, check_padding, check_sums, stats
-from tests.e2e.v1.test_lossless import check_sources
+from tests.e2e.v1.test_lossless import PROMPTS_NEAR_THE_END, check_sources
 from tests.e2e.v2.engines import FEW, async_engine, tokens, v1_tokens
 
 pytestmark = pytest.mark.interpreter
@@ -61,8 +61,26 @@ def test_greedy_text(proposer: str, tiny: Path, trained: Path, draft: Path, plai
         assert counts.drafted < counts.drafts * width
 
 
-@pytest.mark.parametrize("engine_kind", ENGINES)
-@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "draft_model_ngram", "suffix", ADAPTIVE])
+@pytest.mark.parametrize(
+    ("proposer", "engine_kind"),
+    [
+        ("mtp_suffix", "prefix_caching"),
+        (ADAPTIVE, "prefix_caching"),
+        ("mtp_ngram", "chunked_prefill"),
+        ("draft_model_ngram", "chunked_prefill"),
+        ("suffix", "chunked_prefill"),
+        (ADAPTIVE, "chunked_prefill"),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in [
+                ("mtp_ngram", "prefix_caching"),
+                ("draft_model_ngram", "prefix_caching"),
+                ("suffix", "prefix_caching"),
+                ("mtp_suffix", "chunked_prefill"),
+            ]
+        ),
+    ],
+)
 def test_greedy_text_of_long_prompts(
     proposer: str, engine_kind: str, tiny: Path, trained: Path, draft: Path, plain_text: Any
 ) -> None:
@@ -72,8 +90,24 @@ def test_greedy_text_of_long_prompts(
             assert tokens(e, PROMPT_SETS["long"]) == plain_text[model, "long"]
 
 
-@pytest.mark.parametrize("strategy", ["topp", "greedy", "target_match", "rejection"])
-@pytest.mark.parametrize("proposer", ["mtp_ngram", "suffix"])
+@pytest.mark.parametrize(
+    ("proposer", "strategy"),
+    [
+        ("mtp_ngram", "topp"),
+        ("mtp_ngram", "rejection"),
+        ("suffix", "greedy"),
+        ("suffix", "target_match"),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in [
+                ("mtp_ngram", "greedy"),
+                ("mtp_ngram", "target_match"),
+                ("suffix", "topp"),
+                ("suffix", "rejection"),
+            ]
+        ),
+    ],
+)
 def test_greedy_text_under_every_strategy(
     proposer: str, strategy: str, trained: Path, draft: Path, plain_text: Any
 ) -> None:
@@ -140,24 +174,35 @@ def test_the_model_makes_its_steps_and_no_more(steps: int, trained: Path, draft:
     assert len(passes) == steps * len(proposals) > 0
 
 
-@pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", "suffix", ADAPTIVE])
-def test_up_to_the_models_length(proposer: str, tiny: Path, draft: Path) -> None:
-    prompts = [list(range(40, 90)), [65, 66] * 31, list(range(40, 103))]
+@pytest.fixture(scope="module")
+def texts_to_the_end(tiny: Path) -> list[list[int]]:
+    """Texts up to the length of a model of 64 tokens, without speculation."""
     with engine(tiny, max_model_len=64) as e:
-        expected = e.tokens(prompts, max_tokens=None)
+        texts = e.tokens(PROMPTS_NEAR_THE_END, max_tokens=None)
+    assert [len(text) for text in texts] == [14, 2, 1]
+    return texts
+
+
+@pytest.mark.parametrize("proposer", marked(["mtp_ngram", "mtp_suffix", "suffix", ADAPTIVE], [], slow=["mtp_suffix"]))
+def test_up_to_the_models_length(proposer: str, tiny: Path, draft: Path, texts_to_the_end: list[list[int]]) -> None:
     with engine(tiny, config_of(proposer, draft), max_model_len=64) as e:
-        assert e.tokens(prompts, max_tokens=None) == expected
-    assert [len(t) for t in expected] == [14, 2, 1]
+        assert e.tokens(PROMPTS_NEAR_THE_END, max_tokens=None) == texts_to_the_end
+
+
+MANY = [[*PROMPTS[k % 4][:60], 65 + k] for k in range(5)]
+
+
+@pytest.fixture(scope="module")
+def texts_of_many(trained: Path) -> list[list[int]]:
+    """Texts of `MANY` without speculation, where no request is preempted."""
+    with engine(trained, max_model_len=128) as e:
+        return e.tokens(MANY, max_tokens=60)
 
 
 @pytest.mark.parametrize("proposer", ["mtp_ngram", "mtp_suffix", ADAPTIVE])
-def test_preempted_and_resumed(proposer: str, trained: Path, draft: Path) -> None:
-    prompts = [[*PROMPTS[k % 4][:60], 65 + k] for k in range(5)]
-    sampling = {"max_tokens": 60}
-    with engine(trained, max_model_len=128) as e:
-        expected = e.tokens(prompts, **sampling)
+def test_preempted_and_resumed(proposer: str, trained: Path, draft: Path, texts_of_many: list[list[int]]) -> None:
     config = config_of(proposer, draft)
     with engine(trained, config, max_model_len=128, num_gpu_blocks_override=10, block_size=32) as e:
-        assert e.tokens(prompts, **sampling) == expected
+        assert e.tokens(MANY, max_tokens=60) == texts_of_many
         preempted = {m.name: m for m in e.llm.get_metrics()}["vllm:num_preemptions"].value
     assert preempted > 0
