@@ -21,6 +21,7 @@ from tests.verify.cases import (
     make_huge_case,
     shapes_of,
 )
+from tests.verify.guards import GUARD, GuardedInputs, guarded
 from vllm_specplus.kernels.verify import Workspace
 from vllm_specplus.kernels.verify import launch as kernels
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
@@ -54,15 +55,12 @@ def _head_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(kernels, "HEAD_SIZE", 16)
 
 
-GUARD = 256  # elements on either side of each buffer
-
-
 def poisoned(inputs: VerifyInputs) -> Workspace:
     """A workspace larger than necessary, with guards; every element is wrong until it is written."""
     workspace = Workspace.allocate(
         inputs.num_rows + 3, inputs.num_reqs + 2, inputs.vocab_size, inputs.max_rows, inputs.logits.device
     )
-    return replace(workspace, **{name: guarded(tensor) for name, tensor in tensors_of(workspace).items()})
+    return replace(workspace, **{name: poisoned_tensor(tensor) for name, tensor in tensors_of(workspace).items()})
 
 
 def tensors_of(workspace: Workspace) -> dict[str, torch.Tensor]:
@@ -70,10 +68,8 @@ def tensors_of(workspace: Workspace) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def guarded(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one within a larger one, full of a wrong value."""
-    wrong = torch.nan if tensor.is_floating_point() else -99
-    return tensor.new_full((tensor.numel() + 2 * GUARD,), wrong)[GUARD:-GUARD].view(tensor.shape)
+def poisoned_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return guarded(tensor, torch.nan if tensor.is_floating_point() else -99)
 
 
 def check_guards(workspace: Workspace) -> None:
@@ -126,7 +122,9 @@ def test_equals_reference(shape: Shape) -> None:
     expected = reference.verify(inputs)
     longest = int(expected.num_tokens.max()) if inputs.num_reqs else 0
     event(f"{shape.strategy}, {shape.policy}, at most {min(longest, 3)} tokens")
-    assert_same(run(inputs), expected)
+    laid = GuardedInputs(inputs, pads_rows=shape.seed % 2 == 1)
+    assert_same(run(laid.inputs), expected)
+    laid.check()
     valid = expected.token_ids[expected.token_ids != -1]
     assert ((valid >= 0) & (valid < shape.vocab_size)).all()
 
