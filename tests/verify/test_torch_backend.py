@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
+from tests.fuzzing import fuzz
 from vllm_specplus.verify import (
     STRATEGIES,
     reference,
@@ -69,6 +70,7 @@ def test_writes_outside_of_outputs_and_unwritten_memory_show() -> None:
 NUM_ROWS = st.sampled_from([1, 0, 2, 3, 4, 5, 6, 9, 17])
 
 
+@fuzz
 @settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes_of(st.lists(NUM_ROWS, max_size=8).map(at_most_32_rows)))
 @example(UNDRAWN_AT_INFINITY)

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, event, example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fuzzing import fuzz
 from tests.verify.cases import (
     DRAWN_AT_INFINITY,
     HUGE_CASES,
@@ -104,6 +105,7 @@ NUM_ROWS = st.sampled_from([1, 0, 2, 3, 4, 5] * 3 + [7, 11, 17])
 
 # No shrinking: a failing case is printed whole and is small, and shrinking would take minutes.
 @pytest.mark.usefixtures("_head_size")
+@fuzz
 @settings(
     max_examples=1000,
     phases=[Phase.explicit, Phase.generate],
