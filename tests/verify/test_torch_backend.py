@@ -16,7 +16,6 @@ from vllm_specplus.verify import (
 )
 from vllm_specplus.verify.noise import gumbel_noise
 from vllm_specplus.verify.nucleus import _falling_order
-
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
 from .cases import (
