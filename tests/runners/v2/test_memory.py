@@ -52,7 +52,7 @@ def test_suffix_decoding_with_every_place_full_to_the_models_length(is_async):
         while len(engine.text(names[0])) < MAX_LEN:
             engine.step({name: rng.integers(1, 4, min(5, MAX_LEN - len(engine.text(name)))).tolist() for name in names})
             assert num_token_bytes(engine.mirror) <= 4 * MAX_LEN * NUM_REQS * (1 + is_async)
-        engine.step(dict.fromkeys(names, []))
+        engine.step({name: [] for name in names})
         assert engine.matched_requests == set(names)
         for name in names:
             engine.remove(name)
