@@ -51,6 +51,7 @@ for name in "${names[@]}"; do
   (
     result=0
     fuzz "$name" >"fuzz/$name.log" 2>&1 || result=$?
+    ((result == 0)) || tail -n 50 "fuzz/$name.log"
     echo "$name: $( ((result == 0)) && echo "no finding" || echo "A FINDING"), see fuzz/$name.log"
     exit "$result"
   ) &

@@ -2,6 +2,7 @@
 # Installs, lints and runs the tests on the vLLM of ci/constraints.txt, and the end-to-end tests marked `every_version` on
 # the other version below too. Tests marked `slow` are left out, but with `--all`. `--vllm VERSION` runs all end-to-end
 # tests on that release of vLLM. Other arguments go to pytest. With paths among them, only those are run, slow ones too.
+# Fuzz tests draw new examples in each run; SPECPLUS_FUZZ_SEED in the environment repeats those of an earlier one.
 # SPECPLUS_TEST_MODEL_STEPS and SPECPLUS_TEST_MODEL_SEED in the environment train another tiny model for them (270 steps
 # and seed 0 otherwise); the tests pass with any.
 cd "$(dirname "$0")/.."
@@ -22,6 +23,8 @@ if [[ ${1:-} == --vllm ]]; then
 fi
 # tests/compat reads the version from the folder's name.
 export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1 SPECPLUS_OTHER_VLLM="$PWD/.venv/vllm-$other"
+export SPECPLUS_FUZZ_SEED=${SPECPLUS_FUZZ_SEED:-$RANDOM$RANDOM}
+echo "ci/test.sh: fuzz tests draw the examples of SPECPLUS_FUZZ_SEED=$SPECPLUS_FUZZ_SEED"
 release=$other
 [[ $other == *.*.* ]] || release+=.0
 step "puts vLLM $other over the CPU build of $installed" python ci/vllm_overlay.py "$release" "$SPECPLUS_OTHER_VLLM"
@@ -33,7 +36,8 @@ code=0
 bash ci/lint.sh || code=1
 
 # Runs pytest in a process of its own: run NAME KIND VLLM ARGUMENTS. KIND is what the tests need: v1 or v2, a model
-# runner (V2's kernels run under Triton's interpreter with a stand-in backend); interpreter, that alone; none.
+# runner (V2's kernels run under Triton's interpreter with a stand-in backend); interpreter, that alone; none. json is no
+# pytest, but a minute of configs as JSON text.
 # The interpreter has to be chosen before Triton is imported, and vLLM's CPU worker cannot start where numba has been.
 run() {
   local name=$1 kind=$2 vllm=$3 path=() select=() result=0
@@ -44,6 +48,10 @@ run() {
     v2) export VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 && path+=("$PWD/tests/triton_cpu") && select=(-m "$fast") ;;
     interpreter) export TRITON_INTERPRET=1 && select=(-m "interpreter${fast:+ and $fast}" --ignore tests/e2e) ;;
     none) select=(-m "not interpreter${fast:+ and $fast}" --ignore tests/e2e) ;;
+    json)
+      bash ci/fuzz.sh 1 json
+      return
+      ;;
   esac
   PYTHONPATH=$(IFS=: && echo "${path[*]}") pytest --junitxml "$reports/$name.xml" "${select[@]}" "$@" || result=$?
   # 5: the arguments selected nothing, as `-k` may do to one of several runs.
@@ -81,6 +89,8 @@ if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
     start none none "$installed" tests "${options[@]}"
     start "v1-on-$other" v1 "$other" tests/e2e/v1 -m every_version "${options[@]}"
     start "v2-on-$other" v2 "$other" tests/e2e/v2 -m every_version "${options[@]}"
+    # atheris is built for x86 alone.
+    [[ $(uname -m) != x86_64 ]] || start json json "$installed"
   fi
 else
   fast=
@@ -93,7 +103,7 @@ else
 fi
 while (($(jobs -p | wc -l) > 0)); do wait -n || code=1; done
 
-((code == 0)) || echo "ci/test.sh: lint or tests failed, see above"
+((code == 0)) || echo "ci/test.sh: lint or tests failed, see above; the fuzz tests' seed was $SPECPLUS_FUZZ_SEED"
 # All failures and all summaries in one place; a run without a single test has shown nothing.
 python ci/summary.py "$reports" || code=1
 exit "$code"

@@ -4,9 +4,10 @@ import contextlib
 import copy
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.fuzzing import fuzz
 from vllm_specplus.config import Resolved, SpecPlusConfigError, parse_json, resolve
 from vllm_specplus.config.aliases import ALIASES
 from vllm_specplus.config.keys import PLUGIN_NAMES, STOCK_NGRAM_KEYS
@@ -52,7 +53,8 @@ def attempt(config: dict[str, Any], strict: bool = False) -> Resolved | None:
         return None
 
 
-@settings(max_examples=300)
+@fuzz
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(CONFIGS, st.booleans())
 def test_nothing_else_is_raised_and_nothing_is_changed(config: dict[str, Any], strict: bool) -> None:
     before = copy.deepcopy(config)
@@ -62,14 +64,16 @@ def test_nothing_else_is_raised_and_nothing_is_changed(config: dict[str, Any], s
         resolved.as_json()
 
 
-@settings(max_examples=200)
+@fuzz
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(max_size=20) | CONFIGS.map(repr))
 def test_any_text_parses_or_is_refused(text: str) -> None:
     with contextlib.suppress(SpecPlusConfigError):
         assert isinstance(parse_json(text), dict)
 
 
-@settings(max_examples=300)
+@fuzz
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(PLAUSIBLE)
 def test_resolving_the_resolved_config_changes_nothing(config: dict[str, Any]) -> None:
     resolved = attempt(config)

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.fuzzing import fuzz
 from tests.requests.stand_ins import CHAT, INVOCATIONS, OTHER_ROUTES, PREDICTION, TEXT, Check, Server
 from tests.runners.test_live_requests import NOTHING, new_requests
 from vllm_specplus.requests.body import decode_object
@@ -56,6 +57,7 @@ def sent_bodies(draw: st.DrawFn) -> list[bytes]:
     return [bytes(data[:at]), bytes(data[at:end])]
 
 
+@fuzz
 @settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 @given(sent_bodies(), st.sampled_from([CHAT, TEXT, INVOCATIONS, *OTHER_ROUTES]))
 def test_bodies(pieces: list[bytes], path: str) -> None:
@@ -76,7 +78,8 @@ def test_bodies(pieces: list[bytes], path: str) -> None:
 WIRES = st.fixed_dictionaries({}, optional=dict.fromkeys(ResolvedOptions.model_fields, VALUES)) | VALUES
 
 
-@settings(max_examples=1000)
+@fuzz
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 @given(WIRES, st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), st.sampled_from([np.int32, np.int64, np.float64]))
 def test_worker_messages(wire: Any, tokens: list[int], dtype: Any) -> None:
     """A message that nothing of the plugin's has written is ignored, and its request has no entry left."""

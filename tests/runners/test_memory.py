@@ -1,9 +1,11 @@
 """The bounds of docs/limits.md, each driven to where it holds."""
 
 import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_specplus.proposers import reference_text
 from vllm_specplus.proposers.history import History
@@ -75,6 +77,27 @@ def test_counts_that_nobody_collects() -> None:
     for i in range(3 * request_counts._MAX_FINISHED_KEYS):
         counts.begin(str(i))
         counts.add(str(i), np.ones(3, np.int64))
+        counts.add_later(str(i), torch.ones(3, dtype=torch.int64))
         counts.finish(str(i))
         assert len(counts) <= request_counts._MAX_FINISHED_KEYS
     assert len(counts) == request_counts._MAX_FINISHED_KEYS
+
+
+def test_counts_of_a_request_that_leaves_its_place_again_and_again() -> None:
+    """A key has one tensor, however often its requests are preempted, and however many they are."""
+    counts, num_parts = RequestCounts(), 5000
+    for _ in range(3):
+        counts.begin("a")
+    parts = []
+    for i in range(num_parts):
+        part = torch.tensor([1, 2, i % 2])
+        parts.append(weakref.ref(part))
+        counts.add_later("a", part)
+    del part
+    assert sum(part() is not None for part in parts) == 1
+    assert counts.collect("a") == {
+        "num_requests": 3,
+        "num_steps": num_parts,
+        "accepted": num_parts // 2,
+        "rejected": 2 * num_parts - num_parts // 2,
+    }

@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
+from tests.fuzzing import fuzz
 from vllm_specplus.verify import (
     STRATEGIES,
     reference,
@@ -15,6 +16,7 @@ from vllm_specplus.verify import (
 )
 from vllm_specplus.verify.noise import gumbel_noise
 from vllm_specplus.verify.nucleus import _falling_order
+from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
 from .cases import (
     DRAWN_AT_INFINITY,
@@ -28,15 +30,46 @@ from .cases import (
     make_huge_case,
     shapes_of,
 )
+from .guards import GuardedInputs, PoisonedMemory
 
 
 def at_most_32_rows(counts: list[int]) -> list[int]:
     return [n for i, n in enumerate(counts) if sum(counts[: i + 1]) <= 32]
 
 
+def run(inputs: VerifyInputs, *, pads_rows: bool = False) -> VerifyOutput:
+    """Verify with guards around the inputs, and with memory that is wrong until it is written."""
+    guarded = GuardedInputs(inputs, pads_rows=pads_rows)
+    with PoisonedMemory():
+        output = torch_backend.verify(guarded.inputs)
+    guarded.check()
+    for tensor in (output.token_ids, output.num_tokens):
+        guarded.check_apart(tensor)
+    assert output.token_ids.shape == (inputs.num_reqs, inputs.max_rows)
+    assert output.num_tokens.shape == (inputs.num_reqs,)
+    return output
+
+
+def test_writes_outside_of_outputs_and_unwritten_memory_show() -> None:
+    shape = Shape([2, 1], 70, torch.bfloat16, "greedy", "normal", 0, None, ["normal"], set(), seed=1)
+    for pads_rows in (False, True):
+        for row, column in ((0, -1), (1, 70)):
+            guarded = GuardedInputs(make_case(shape), pads_rows=pads_rows)
+            guarded.check()
+            logits = guarded.inputs.logits
+            logits.as_strided((1,), (1,), logits[row].storage_offset() + column).fill_(3.0)
+            with pytest.raises(AssertionError, match="logits"):
+                guarded.check()
+    with PoisonedMemory():
+        assert torch.empty(3).isinf().all()
+        assert torch.empty_like(torch.zeros(2)).isinf().all()
+        assert (torch.zeros(2).new_empty(3, dtype=torch.int32) == -99).all()
+
+
 NUM_ROWS = st.sampled_from([1, 0, 2, 3, 4, 5, 6, 9, 17])
 
 
+@fuzz
 @settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes_of(st.lists(NUM_ROWS, max_size=8).map(at_most_32_rows)))
 @example(UNDRAWN_AT_INFINITY)
@@ -46,7 +79,7 @@ def test_equals_reference(shape: Shape) -> None:
     expected = reference.verify(inputs)
     longest = int(expected.num_tokens.max()) if inputs.num_reqs else 0
     event(f"{shape.strategy}, {shape.policy}, at most {min(longest, 3)} tokens")
-    assert_same(torch_backend.verify(inputs), expected)
+    assert_same(run(inputs, pads_rows=shape.seed % 2 == 1), expected)
     valid = expected.token_ids[expected.token_ids != -1]
     assert ((valid >= 0) & (valid < shape.vocab_size)).all()
 
@@ -59,11 +92,11 @@ def test_huge_logits_and_extreme_temperatures(strategy: str, with_draft_logits: 
         inputs = make_huge_case(strategy, scale, temperature, with_draft_logits=with_draft_logits)
         expected = reference.verify(inputs)
         assert_in_range(expected, inputs)
-        assert_same(torch_backend.verify(inputs), expected)
+        assert_same(run(inputs), expected)
     for scale, temperature in OPEN_CASES:
         inputs = make_huge_case(strategy, scale, temperature, with_draft_logits=with_draft_logits)
         assert_in_range(reference.verify(inputs), inputs)
-        assert_in_range(torch_backend.verify(inputs), inputs)
+        assert_in_range(run(inputs), inputs)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -81,10 +114,10 @@ def test_chunks_do_not_show(strategy: str, monkeypatch: pytest.MonkeyPatch) -> N
         seed=3,
     )
     inputs = make_case(shape)
-    whole = torch_backend.verify(inputs)
+    whole = run(inputs)
     for elements in (1, 250, 1000):
         monkeypatch.setattr(torch_backend, "_CHUNK_ELEMENTS", elements)
-        assert_same(torch_backend.verify(inputs), whole)
+        assert_same(run(inputs), whole)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -108,7 +141,7 @@ def test_rows_of_several_thousand_tokens(strategy: str, filters: set[str]) -> No
         ).consistent()
         inputs = make_case(shape)
         temperatures += inputs.temperature.tolist()
-        assert_same(torch_backend.verify(inputs), reference.verify(inputs))
+        assert_same(run(inputs), reference.verify(inputs))
     assert 0 < temperatures.count(0.0) < len(temperatures)
 
 

@@ -17,7 +17,8 @@ _CONFIG_NAMES = ("extra_config", "extra_configs")
 """RTP-LLM's objects of a request's options: its document names the first, its source the second."""
 _USAGE_OPTIONS = ("include_usage", "continuous_usage_stats")
 _FLAG = TypeAdapter(bool | None)
-"""Reads a flag of a body as vLLM does: ``"false"`` is one."""
+_COUNT = TypeAdapter(int | None)
+"""Read a flag or a number of a body as vLLM does: ``"false"`` is one, and ``"2"``."""
 # No field of OpenAI's or vLLM's begins like these.
 _OWN_PREFIXES = ("sp_", "force_sp", "force_disable_sp")
 
@@ -48,6 +49,18 @@ class RequestBody:
     def needs_counts(self) -> bool:
         """Whether the response tells what became of the request's drafts."""
         return self.has_reference or self.aux_info
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers vLLM makes; 1 where it is going to refuse their number."""
+        prompts = self.vllm_body.get("prompt")
+        # A list of numbers is one prompt.
+        num_prompts = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+        try:
+            n = _COUNT.validate_python(self.vllm_body.get("n"))
+        except ValidationError:
+            n = 1
+        return num_prompts * max(n or 1, 1)
 
     def encode(self, entry: str, key: str) -> bytes:
         """The body for vLLM as JSON, with one more entry in its ``vllm_xargs``.

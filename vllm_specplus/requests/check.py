@@ -33,17 +33,36 @@ class Handover:
     """Options that the HTTP middleware has resolved, by key, while their requests run.
 
     A reference takes this way, within one process, because vLLM can be told to log every request's parameters.
+
+    Attributes:
+        max_bytes: what the references of all these requests may take, here or in the engine's queue.
+        num_bytes: what they take.
     """
 
+    max_bytes = 1 << 30
+
     def __init__(self) -> None:
+        self.num_bytes = 0
         self._options: dict[str, ResolvedOptions] = {}
+        self._num_bytes_by_key: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._options)
 
-    def put(self, key: str, options: ResolvedOptions) -> None:
-        """Keep the options of a request that is on its way under a key."""
+    def put(self, key: str, options: ResolvedOptions, num_bytes: int = 0) -> bool:
+        """Keep the options of a request that is on its way under a new key; False if there is no room for them.
+
+        Args:
+            key: of the request.
+            options: what it asks.
+            num_bytes: what its reference takes.
+        """
+        if self.num_bytes + num_bytes > self.max_bytes:
+            return False
         self._options[key] = options
+        self._num_bytes_by_key[key] = num_bytes
+        self.num_bytes += num_bytes
+        return True
 
     def get(self, key: Any) -> ResolvedOptions | None:
         """The options under a key; None for any other value, which a client may have written."""
@@ -52,6 +71,7 @@ class Handover:
     def drop(self, key: str) -> None:
         """Forget the options under a key, if there are any."""
         self._options.pop(key, None)
+        self.num_bytes -= self._num_bytes_by_key.pop(key, 0)
 
 
 handover = Handover()
@@ -175,7 +195,8 @@ class RequestCheck:
         token_ids = cls._reference(options)
         limit = cls.model_config.max_model_len
         return ResolvedOptions(
-            token_ids=None if token_ids is None else token_ids[:limit],
+            # A copy: what is cut off must not be kept with the rest.
+            token_ids=None if token_ids is None else token_ids[:limit].copy(),
             edit=options.edit,
             max_drafts=options.max_drafts,
             accepts_all=bool(options.force_sp_accept),

@@ -6,6 +6,7 @@ body (`body`), and adds what became of the request's drafts to the response (`re
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -52,6 +53,7 @@ _OTHER_PATHS = (
 # In a scope: another PredictedOutputs, further out, takes care of the request.
 _SCOPE_MARK = "specplus"
 _LARGE_BODY = 1 << 20
+_NO_ROOM = "the references of other requests take all memory that they may: send the request again later"
 _T = TypeVar("_T")
 
 
@@ -66,7 +68,7 @@ class PredictedOutputs:
     ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true``
     gets RTP-LLM's ``aux_info`` (``cost_time`` in milliseconds), a stream in its last chunk. A field that is not allowed
     is answered with HTTP 400, and so is one that needs the plugin's drafter in an engine without it; OpenAI's
-    ``prediction`` is ignored there.
+    ``prediction`` is ignored there. A reference for which there is no memory at the moment is answered with HTTP 503.
     Requests that ask nothing of the plugin pass through unchanged.
     """
 
@@ -84,52 +86,114 @@ class PredictedOutputs:
         if _lacks_api_key(scope):
             # vLLM refuses it. Where this stands outside vLLM's check of keys, nothing is read before.
             return await self.app(scope, receive, send)
+        key = uuid4().hex
         try:
-            received = await Request(scope, receive).body()
+            receive, asked = await _read(scope, receive, engine_client, key)
         except ClientDisconnect:
             return None
-        key = uuid4().hex
-        body = resolved = None
-        try:
-            max_model_len = engine_client.vllm_config.model_config.max_model_len
-            if scope["path"].endswith(_OTHER_PATHS):
-                await _off_loop(len(received), check_other_route, received, max_model_len, _drafts(engine_client))
-            else:
-                read = await _off_loop(len(received), read_body, received, max_model_len)
-                body = _without_ignored_prediction(read, engine_client)
-            if body is not None:
-                resolved = await _resolve(body, engine_client, key)
-                hide_usage = body.aux_info and not _is_usage_forced(scope) and body.add_usage()
-                encoded = await _off_loop(len(received), body.encode, HANDOVER_ENTRY, key)
         except RequestError as error:
             refusal = error_response(HTTPStatus.BAD_REQUEST, "BadRequestError", str(error), error.field)
             return await refusal(scope, receive, send)
-        if body is None or resolved is None:
-            return await self.app(scope, _replay(received, receive), send)
-        report = Report(engine_client, key, body, arrival)
-        if body.aux_info and resolved.counts_key is None:
-            report.steps = step_counter.watch(key)
-        if body.needs_counts:
-            send = ReportSender(send, report, hide_usage=hide_usage)
-        return await self._run(encoded, resolved, report, scope, receive, send)
-
-    async def _run(
-        self, encoded: bytes, resolved: ResolvedOptions, report: Report, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Have vLLM answer the rest of the body; its options wait for it meanwhile."""
-        headers = MutableHeaders(scope=scope)
-        headers["content-length"] = str(len(encoded))
-        del headers["transfer-encoding"]
-        handover.put(report.key, resolved)
+        if asked is None:
+            return await self.app(scope, receive, send)
+        if not handover.put(key, asked.resolved, asked.num_bytes):
+            refusal = error_response(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", _NO_ROOM, asked.field)
+            return await refusal(scope, receive, send)
+        report = Report(engine_client, key, asked.has_reference, asked.aux_info, arrival)
         try:
-            await self.app(scope, _replay(encoded, receive), send)
+            return await self._run(asked, report, scope, receive, send)
         finally:
-            handover.drop(report.key)
-            if resolved.counts_key is not None:
+            handover.drop(key)
+
+    async def _run(self, asked: "_Asked", report: Report, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have vLLM answer the rest of the body."""
+        if asked.aux_info and asked.resolved.counts_key is None:
+            report.steps = step_counter.watch(report.key)
+        if asked.has_reference or asked.aux_info:
+            send = ReportSender(send, report, hide_usage=asked.hides_usage)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            if asked.resolved.counts_key is not None:
                 # The workers keep a request's counts until they are collected.
                 report.ask_for_counts()
             elif report.steps is not None:
                 step_counter.forget(report.key)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a request asks of the plugin, without its texts, which would take memory until it is answered.
+
+    Attributes:
+        resolved: its options.
+        num_bytes: what its reference takes, see `Handover.put`.
+        field: the name of what it asks, for a refusal.
+        has_reference, aux_info: see `Report`.
+        hides_usage: see `ReportSender`.
+    """
+
+    resolved: ResolvedOptions
+    num_bytes: int
+    field: str
+    has_reference: bool
+    aux_info: bool
+    hides_usage: bool
+
+
+async def _read(scope: Scope, receive: Receive, engine_client: Any, key: str) -> tuple[Receive, _Asked | None]:
+    """Read a request and take the plugin's fields out of its body.
+
+    Args:
+        scope: the request's, whose headers are changed to suit the rest of the body.
+        receive: the server's.
+        engine_client: vLLM's.
+        key: the request's, under which its options are going to wait.
+
+    Returns:
+        A `receive` that gives vLLM the rest of the body, and what the request asks; None if it asks nothing.
+
+    Raises:
+        ClientDisconnect: the client has gone before its whole body came.
+        RequestError: a field is not allowed.
+    """
+    received = await Request(scope, receive).body()
+    max_model_len = engine_client.vllm_config.model_config.max_model_len
+    if scope["path"].endswith(_OTHER_PATHS):
+        await _off_loop(len(received), check_other_route, received, max_model_len, _drafts(engine_client))
+        return _replay(received, receive), None
+    read = await _off_loop(len(received), read_body, received, max_model_len)
+    body = _without_ignored_prediction(read, engine_client)
+    if body is None:
+        return _replay(received, receive), None
+    resolved = await _resolve(body, engine_client, key)
+    num_bytes = _reference_bytes(body, resolved)
+    hides_usage = body.aux_info and not _is_usage_forced(scope) and body.add_usage()
+    encoded = await _off_loop(len(received), body.encode, HANDOVER_ENTRY, key)
+    headers = MutableHeaders(scope=scope)
+    headers["content-length"] = str(len(encoded))
+    del headers["transfer-encoding"]
+    asked = _Asked(resolved, num_bytes, body.options.field, body.has_reference, body.aux_info, hides_usage)
+    return _replay(encoded, receive), asked
+
+
+def _reference_bytes(body: RequestBody, resolved: ResolvedOptions) -> int:
+    """What the reference takes: once in `handover`, and in a message to the engine for each answer.
+
+    Raises:
+        RequestError: it takes more than those of all requests may.
+    """
+    if resolved.token_ids is None:
+        return 0
+    num_bytes = resolved.token_ids.nbytes * (1 + body.num_answers)
+    if num_bytes > handover.max_bytes:
+        field = body.options.field
+        raise RequestError(
+            field,
+            f"{field} is not allowed for {body.num_answers} answers: it would take {num_bytes} bytes, and at most "
+            f"{handover.max_bytes} are allowed for all requests together",
+        )
+    return num_bytes
 
 
 def _is_generation(scope: Scope) -> bool:

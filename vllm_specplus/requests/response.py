@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Send
 from vllm.logger import init_logger
 
-from vllm_specplus.requests.body import RequestBody, decode_object
+from vllm_specplus.requests.body import decode_object
 from vllm_specplus.requests.engine_client import ask_workers
 from vllm_specplus.requests.steps import Steps
 
@@ -50,14 +50,16 @@ class Report:
     Attributes:
         engine_client: vLLM's.
         key: the name under which the workers keep the request's counts.
-        body: the request.
+        has_reference: whether the request brings a text that its output will resemble.
+        aux_info: whether the response is to have RTP-LLM's ``aux_info``.
         arrival: when the request arrived, in seconds of `time.perf_counter`.
         steps: of the request, where vLLM drafts; None where the workers count.
     """
 
     engine_client: Any
     key: str
-    body: RequestBody
+    has_reference: bool
+    aux_info: bool
     arrival: float
     steps: Steps | None = None
     _counts: asyncio.Task[dict[str, Any] | None] | None = None
@@ -87,7 +89,7 @@ class Report:
             return
         usage, num_steps = payload["usage"], counts["num_steps"]
         num_tokens = usage.get("completion_tokens") or 0
-        if self.body.has_reference:
+        if self.has_reference:
             # Each step gives one token of the target's own, but for a request's last step, which may have been cut.
             most = max(0, num_tokens - num_steps + counts["num_requests"])
             usage["completion_tokens_details"] = {
@@ -95,7 +97,7 @@ class Report:
                 "accepted_prediction_tokens": min(counts["accepted"], most),
                 "rejected_prediction_tokens": counts["rejected"],
             }
-        if self.body.aux_info:
+        if self.aux_info:
             payload["aux_info"] = Steps(None, num_steps, self.arrival).aux_info(num_tokens)
 
 

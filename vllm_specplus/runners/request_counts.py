@@ -45,8 +45,8 @@ class _KeyCounts:
     num_running: int = 0
     is_collected: bool = False
     total: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
-    # On a GPU reading a tensor waits for the device, so the sum is taken when the counts are collected.
-    tensors: list[Any] = field(default_factory=list)
+    # On a GPU reading a tensor waits for the device, so it is read when the counts are collected.
+    tensor: Any = None
 
 
 class RequestCounts:
@@ -73,9 +73,11 @@ class RequestCounts:
             self._counts_by_key[key].total += part
 
     def add_later(self, key: str, part: Any) -> None:
-        """Add a tensor like the array of `add`; it is read when the counts are collected."""
-        if key in self._counts_by_key:
-            self._counts_by_key[key].tensors.append(part)
+        """Add a tensor like the array of `add` and take it over; it is read when the counts are collected."""
+        counts = self._counts_by_key.get(key)
+        if counts is not None:
+            # One for each key: a request that is preempted brings one every time.
+            counts.tensor = part if counts.tensor is None else counts.tensor.add_(part)
 
     def finish(self, key: str) -> None:
         """Take a request that has ended from a key."""
@@ -102,7 +104,8 @@ class RequestCounts:
         counts = self._counts_by_key.get(key)
         if counts is None:
             return None
-        parts = (part.tolist() for part in (*counts.tensors, *running))
+        own = () if counts.tensor is None else (counts.tensor,)
+        parts = (part.tolist() for part in (*own, *running))
         num_steps, num_drafted, num_accepted = np.sum([counts.total, *parts], axis=0)
         counts.is_collected = True
         if counts.num_running <= 0:

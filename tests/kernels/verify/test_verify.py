@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, event, example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fuzzing import fuzz
 from tests.verify.cases import (
     DRAWN_AT_INFINITY,
     HUGE_CASES,
@@ -21,6 +22,7 @@ from tests.verify.cases import (
     make_huge_case,
     shapes_of,
 )
+from tests.verify.guards import GUARD, GuardedInputs, guarded
 from vllm_specplus.kernels.verify import Workspace
 from vllm_specplus.kernels.verify import launch as kernels
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
@@ -54,15 +56,12 @@ def _head_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(kernels, "HEAD_SIZE", 16)
 
 
-GUARD = 256  # elements on either side of each buffer
-
-
 def poisoned(inputs: VerifyInputs) -> Workspace:
     """A workspace larger than necessary, with guards; every element is wrong until it is written."""
     workspace = Workspace.allocate(
         inputs.num_rows + 3, inputs.num_reqs + 2, inputs.vocab_size, inputs.max_rows, inputs.logits.device
     )
-    return replace(workspace, **{name: guarded(tensor) for name, tensor in tensors_of(workspace).items()})
+    return replace(workspace, **{name: poisoned_tensor(tensor) for name, tensor in tensors_of(workspace).items()})
 
 
 def tensors_of(workspace: Workspace) -> dict[str, torch.Tensor]:
@@ -70,10 +69,8 @@ def tensors_of(workspace: Workspace) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def guarded(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one within a larger one, full of a wrong value."""
-    wrong = torch.nan if tensor.is_floating_point() else -99
-    return tensor.new_full((tensor.numel() + 2 * GUARD,), wrong)[GUARD:-GUARD].view(tensor.shape)
+def poisoned_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return guarded(tensor, torch.nan if tensor.is_floating_point() else -99)
 
 
 def check_guards(workspace: Workspace) -> None:
@@ -108,6 +105,7 @@ NUM_ROWS = st.sampled_from([1, 0, 2, 3, 4, 5] * 3 + [7, 11, 17])
 
 # No shrinking: a failing case is printed whole and is small, and shrinking would take minutes.
 @pytest.mark.usefixtures("_head_size")
+@fuzz
 @settings(
     max_examples=1000,
     phases=[Phase.explicit, Phase.generate],
@@ -126,7 +124,9 @@ def test_equals_reference(shape: Shape) -> None:
     expected = reference.verify(inputs)
     longest = int(expected.num_tokens.max()) if inputs.num_reqs else 0
     event(f"{shape.strategy}, {shape.policy}, at most {min(longest, 3)} tokens")
-    assert_same(run(inputs), expected)
+    laid = GuardedInputs(inputs, pads_rows=shape.seed % 2 == 1)
+    assert_same(run(laid.inputs), expected)
+    laid.check()
     valid = expected.token_ids[expected.token_ids != -1]
     assert ((valid >= 0) & (valid < shape.vocab_size)).all()
 
