@@ -33,11 +33,9 @@ reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 code=0
 
-bash ci/lint.sh || code=1
-
 # Runs pytest in a process of its own: run NAME KIND VLLM ARGUMENTS. KIND is what the tests need: v1 or v2, a model
-# runner (V2's kernels run under Triton's interpreter with a stand-in backend); interpreter, that alone; none. json is no
-# pytest, but a minute of configs as JSON text.
+# runner (V2's kernels run under Triton's interpreter with a stand-in backend); interpreter, that alone; none. Two kinds are
+# no pytest: lint, and json, a minute of configs as JSON text.
 # The interpreter has to be chosen before Triton is imported, and vLLM's CPU worker cannot start where numba has been.
 run() {
   local name=$1 kind=$2 vllm=$3 path=() select=() result=0
@@ -48,8 +46,8 @@ run() {
     v2) export VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 && path+=("$PWD/tests/triton_cpu") && select=(-m "$fast") ;;
     interpreter) export TRITON_INTERPRET=1 && select=(-m "interpreter${fast:+ and $fast}" --ignore tests/e2e) ;;
     none) select=(-m "not interpreter${fast:+ and $fast}" --ignore tests/e2e) ;;
-    json)
-      bash ci/fuzz.sh 1 json
+    lint | json)
+      if [[ $kind == lint ]]; then bash ci/lint.sh; else bash ci/fuzz.sh 1 json; fi
       return
       ;;
   esac
@@ -80,6 +78,7 @@ for argument in "$@"; do
     *) if [[ -e ${argument%%::*} ]]; then others+=("$argument"); else options+=("$argument"); fi ;;
   esac
 done
+start lint lint "$installed"
 if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
   # The longest first.
   start v2 v2 "$version" tests/e2e/v2 "${options[@]}"
