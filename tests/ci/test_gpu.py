@@ -88,6 +88,7 @@ def test_the_pack_is_small_and_for_the_other_machine(packed: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_vllms_python_files_are_enough_to_import_an_engine(packed: Path, tmp_path: Path) -> None:
     """With the stand-in for compiled parts; without it they are not."""
     site = tmp_path / "site"
