@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import random
 import re
 import string
@@ -11,19 +10,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-import tests
-from tests.e2e.serving import Server
+from tests.e2e.serving import Server, python_path
 from vllm_specplus.requests.options import RESOLVED_ENTRY
 
 # The options of a server whose engine is to die, and its environment.
 OPTIONS = ("--worker-extension-cls", f"{__name__}.DyingWorker", "--enable-log-requests")
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path()}
 _SECONDS_OF_REST = 3.0
 _NUM_RUNNING, _NUM_NEW = 6, 6
 _WINDOW = 8  # bytes, or tokens of one byte, that must not be in the log in a row
@@ -56,12 +53,6 @@ class _Stream:
     secrets: list[bytes]
     text: str = ""
     has_failed: bool = False
-
-
-def python_path() -> str:
-    """PYTHONPATH of a server that finds `DyingWorker`."""
-    folders = [str(Path(tests.__file__).parents[1]), os.environ.get("PYTHONPATH")]
-    return os.pathsep.join(filter(None, folders))
 
 
 def _secret(rng: random.Random) -> str:

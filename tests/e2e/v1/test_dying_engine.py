@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.dying_engine import ENVIRONMENT, OPTIONS, check_a_dying_engine, forms_in, python_path
+from tests.e2e.dying_engine import ENVIRONMENT, OPTIONS, check_a_dying_engine, forms_in
 from tests.e2e.serving import serve
 from tests.e2e.v1.test_predicted_outputs import CONFIG
 
@@ -18,8 +18,7 @@ IDS = list(SECRET)
 
 def test_an_engine_that_dies(trained: Path, tmp_path: Path) -> None:
     options = ["--speculative-config", json.dumps(CONFIG), *OPTIONS]
-    environment = ENVIRONMENT | {"VLLM_PLUGINS": "specplus", "PYTHONPATH": python_path()}
-    with serve(trained, tmp_path, *options, **environment) as server:
+    with serve(trained, tmp_path, *options, VLLM_PLUGINS="specplus", **ENVIRONMENT) as server:
         check_a_dying_engine(server)
 
 
