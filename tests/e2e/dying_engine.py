@@ -128,7 +128,7 @@ def forms_in(log: str, secret: bytes, window: int = _WINDOW) -> set[str]:
     """The forms in which some bytes in a row of a secret are in a log; its tokens are its bytes."""
     # Tokens of four or eight bytes are the text with zeros in between.
     without_zeros = re.sub(r"\\x00|\\u0000|\x00", "", log).encode()
-    numbers = f" {' '.join(re.findall(r'\d+', log))} "
+    numbers = " ".join(["", *re.findall(r"\d+", log), ""])
     packed = re.sub(r"\s", "", log)
     found = set()
     for start in range(len(secret) - window + 1):
