@@ -62,9 +62,14 @@ V1 = Case(
     max_tokens=96,
     repeats_samples=True,
 )
-# vLLM's own verification.
 V2 = Case(
-    {"method": "mtp", "num_speculative_tokens": 4, "num_model_steps": 2, "mtp_strategy": "with_ngram"},
+    {
+        "method": "mtp",
+        "num_speculative_tokens": 4,
+        "num_model_steps": 2,
+        "mtp_strategy": "with_ngram",
+        "verify_strategy": "rejection",
+    },
     V1.environment | {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": python_path(_STAND_IN)},
     max_tokens=12,
     repeats_samples=False,
@@ -156,8 +161,8 @@ def test_soak(case: Case, trained: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [pytest.param(V1, id="v1"), pytest.param(V2, id="v2")])
 def test_an_engine_that_is_told_to_end(case: Case, trained: Path, tmp_path: Path) -> None:
     """vLLM aborts its requests, and says so to each client in place of an error."""
-    # No stream comes to its end before, and none waits for another.
-    room = ["--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20)]
+    # No stream comes to its end before, and none waits for another. A step has room for all with their drafts.
+    room = ["--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20), "--max-num-batched-tokens", "1024"]
     with serve(trained, tmp_path, *case.options, *room, **case.environment) as server:
         engine = engine_process(server.pid)
         losing = Clients(server.address).lose_the_server(
