@@ -1,5 +1,6 @@
 """Faults put into the plugin's own code while an engine serves."""
 
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,9 @@ import pytest
 
 from tests.e2e.engines import PROMPTS, Engine
 from tests.e2e.references import ask, stats
+from vllm_specplus.proposers.arbiter import Prices
+from vllm_specplus.proposers.costs import CostMeter, Pace
 from vllm_specplus.proposers.history import History
-from vllm_specplus.proposers.suffix import SuffixMatcher
 
 SECRET = "tokens 120 120 120"
 # The prompt whose drafting fails, and the others.
@@ -71,7 +73,33 @@ def reads_the_faulty(matcher: Any, history: History, *args: Any) -> bool:
     return any(np.array_equal(text, FAULTY) for text in texts)
 
 
-def fail_in_worker(worker: Any) -> None:
-    """Let matching fail for the faulty prompt, in a worker's process and to its end."""
-    worker.fault = fault(SuffixMatcher, "match", reads_the_faulty)
-    worker.fault.__enter__()
+def let_drafts_pay(patch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the clock may say that no drafts pay, and the places under test are not reached."""
+    patch.setattr(Pace, "prices", lambda self, costs, num_reqs: Prices(0.02, 1.0, 0.02, 0.02))
+    patch.setattr(CostMeter, "has_steps", False)
+
+
+def let_drafts_pay_in_worker(worker: Any) -> None:
+    """Run in a worker, to its end."""
+    let_drafts_pay(pytest.MonkeyPatch())
+
+
+def fail_in_worker(worker: Any, place: str) -> None:
+    """Run in a worker: let a function fail until `recover_in_worker`.
+
+    Matching fails for the faulty prompt, any other function at one of its calls.
+
+    Args:
+        worker: vLLM's.
+        place: the function's full name.
+    """
+    owner, name = place.rsplit(".", 1)
+    is_hit = reads_the_faulty if name == "match" else at_calls(3)
+    worker.fault = fault(pkgutil.resolve_name(owner), name, is_hit)
+    worker.hits = worker.fault.__enter__()
+
+
+def recover_in_worker(worker: Any) -> int:
+    """Run in a worker: let the function work again, and say how often it has failed."""
+    worker.fault.__exit__(None, None, None)
+    return len(worker.hits)

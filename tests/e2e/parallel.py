@@ -1,11 +1,14 @@
 """What each worker of an engine drafts, chooses and runs, on which all of them have to agree."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group
 
 from tests.e2e.engines import Engine
+from tests.e2e.faults import FAULTY, OTHERS, fail_in_worker, let_drafts_pay_in_worker, recover_in_worker
+from tests.e2e.references import ask
 from vllm_specplus.proposers.costs import Costs
 
 # Requests that are sampled: by noise of their own, and by the engine's.
@@ -81,3 +84,54 @@ def recorded(worker: Any, what: str) -> Any:
 def of_workers(e: Engine, what: str) -> list[Any]:
     """What each worker has recorded: "drafts", "choices" or "inputs"."""
     return e.llm.collective_rpc(recorded, args=(what,))
+
+
+# What fails in a worker, whichever runner it has.
+COMMON_PLACES = (
+    "vllm_specplus.proposers.suffix.SuffixMatcher.match",
+    "vllm_specplus.proposers.reference_text.ReferenceText.draft",
+)
+# The last prompt is the one whose matching fails.
+PROMPTS_OF_FAULTS = [*OTHERS, FAULTY]
+
+
+def check_faults_of_all_workers(e: Engine, places: Iterable[str], texts: list[list[int]], max_tokens: int) -> None:
+    """Let both workers of an engine fail at one place after another: no text changes, and both do the same.
+
+    Args:
+        e: an engine that drafts from suffix trees, adaptively.
+        places: of `fail_in_worker`.
+        texts: of `PROMPTS_OF_FAULTS`, without a fault.
+        max_tokens: the length of each text.
+    """
+    references = [{"sp_advice_prompt_token_ids": text} for text in texts[:2]] + [{}] * (len(texts) - 2)
+
+    def run() -> dict[str, Any]:
+        assert ask(e, PROMPTS_OF_FAULTS, references, max_tokens=max_tokens) == texts
+        first, last = e.llm.collective_rpc("specplus_stats")
+        assert first == last
+        for what in ("drafts", "choices"):
+            of_first, of_last = of_workers(e, what)
+            assert of_first == of_last
+            assert len(of_first) > 10
+        return first
+
+    e.llm.collective_rpc(let_drafts_pay_in_worker)
+    e.llm.collective_rpc(record_drafts)
+    e.llm.collective_rpc(record_choices)
+    found = run()
+    assert not found["faults"]
+    for place in places:
+        before, part = found["faults"], "counting" if place.endswith("count_drafts") else "drafting"
+        e.llm.collective_rpc(fail_in_worker, args=(place,))
+        found = run()
+        hits, hits_of_last = e.llm.collective_rpc(recover_in_worker)
+        assert hits == hits_of_last > 0, place
+        assert found["faults"] == before | {part: found["faults"].get(part, 0)}, place
+        assert found["faults"][part] > before.get(part, 0), place
+    # Afterwards all of them draft again.
+    after = run()
+    assert after["faults"] == found["faults"]
+    assert after["entries"]["requests"] == 0
+    for source in ("model", "suffix", "reference"):
+        assert sum(after["drafted"][source]) > sum(found["drafted"][source]), source

@@ -17,6 +17,12 @@ import openai
 import pytest
 
 _START_SECONDS = 480
+_ROOT = Path(__file__).parents[2]
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH of a server that finds `tests`, and what is in some folders, beside what this process finds."""
+    return os.pathsep.join(filter(None, [*map(str, folders), str(_ROOT), os.environ.get("PYTHONPATH")]))
 
 
 @dataclass(frozen=True)

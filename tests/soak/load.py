@@ -18,6 +18,7 @@ _TEXTS = (
     "aaaa",
     "x",
 )
+_LONGEST_PROMPT = 300
 _ERRORS = (openai.APIError, httpx.HTTPError)
 _SECONDS_TO_WAIT = 600.0  # for one answer; a server that hangs is a failure, not a long test
 
@@ -35,6 +36,10 @@ class Kind:
     streams: bool = True
 
     @property
+    def is_sampled(self) -> bool:
+        return self.options["temperature"] > 0
+
+    @property
     def end(self) -> str:
         """How an answer counts in `Tally.ends`. The server sees a stop string, so the engine may go on for a step."""
         return "overrun" if "stop" in self.options else "answered"
@@ -44,17 +49,21 @@ Answer = tuple[tuple[str, str | None], ...]
 """The text of each choice, and why it ended."""
 
 
-def kinds(max_tokens: int) -> list[Kind]:
-    """Greedy and seeded requests of all forms, but for those with references."""
-    found = []
-    for i, text in enumerate(_TEXTS):
-        most = (1, max_tokens, max_tokens // 2, max_tokens // 3, max_tokens // 4)[i]
-        options = {"prompt": text, "max_tokens": most, "temperature": 0.0}
-        found.append(Kind(f"greedy {i}", options))
-        found.append(Kind(f"seeded {i}", options | {"temperature": 0.8, "top_p": 0.9, "seed": 7 + i}))
-        found.append(Kind(f"limited {i}", options, {"vllm_xargs": {"spec_tokens": i % 3}}))
-        salt = {"cache_salt": f"tenant {i % 2}"}
-        found.append(Kind(f"salted {i}", options, salt, streams=False))
+def kinds(max_tokens: int, seed: int) -> list[Kind]:
+    """Greedy and seeded requests of all forms, but for those with references; a seed sets their lengths."""
+    found, rng = [], random.Random(seed)
+
+    def options_of(i: int, **sampling: Any) -> dict[str, Any]:
+        """A text from its middle on, again and again; the first kinds of all get a single token."""
+        text = (_TEXTS[i] * _LONGEST_PROMPT)[rng.randrange(len(_TEXTS[i])) :][: rng.randint(1, _LONGEST_PROMPT)]
+        return {"prompt": text, "max_tokens": rng.randint(1, max_tokens) if i else 1, "temperature": 0.0} | sampling
+
+    for i in range(len(_TEXTS)):
+        seeded = {"temperature": 0.8, "top_p": 0.9, "seed": 7 + i}
+        found.append(Kind(f"greedy {i}", options_of(i)))
+        found.append(Kind(f"seeded {i}", options_of(i, **seeded)))
+        found.append(Kind(f"limited {i}", options_of(i), {"vllm_xargs": {"spec_tokens": i % 3}}))
+        found.append(Kind(f"salted {i}", options_of(i), {"cache_salt": f"tenant {i % 2}"}, streams=False))
     options = {"prompt": _TEXTS[0], "max_tokens": max_tokens, "temperature": 0.0}
     chat = {"messages": [{"role": "user", "content": _TEXTS[2]}], "max_tokens": max_tokens, "temperature": 0.0}
     return [
@@ -160,12 +169,9 @@ class Clients:
                 continue
             kind = rng.choice(kinds)
             if rng.random() < 0.25:
-                await self._abort(kind, rng, to)
+                await self._abort(kind, answers, rng, to)
                 continue
-            answer = await self.ask(kind)
-            to.ends[kind.end] += 1
-            if answer != answers[kind.name]:
-                to.differences.append(f"{kind.name}: {answer} instead of {answers[kind.name]}")
+            _enter(kind, await self.ask(kind), answers, to)
 
     async def _send_wrong(self, kind: Kind, to: Tally) -> None:
         try:
@@ -175,40 +181,60 @@ class Clients:
         else:
             to.differences.append(f"{kind.name}: not refused")
 
-    async def _abort(self, kind: Kind, rng: random.Random, to: Tally) -> None:
-        """Go away before the first chunk, or after some."""
+    async def _abort(self, kind: Kind, answers: dict[str, Answer], rng: random.Random, to: Tally) -> None:
+        """Go away before the first chunk, or after some, unless the answer is there by then."""
         if rng.random() < 0.5:
             try:
-                await asyncio.wait_for(self.ask(kind), rng.random())
+                answer = await asyncio.wait_for(self.ask(kind), rng.random())
             except TimeoutError:
                 to.ends["gone early"] += 1
                 return
-        elif await self.ask(kind, most_chunks=rng.randrange(12)) is None:
-            to.ends["gone amid"] += 1
-            return
-        to.ends[kind.end] += 1
+        else:
+            answer = await self.ask(kind, most_chunks=rng.randrange(12))
+            if answer is None:
+                to.ends["gone amid"] += 1
+                return
+        _enter(kind, answer, answers, to)
 
-    async def lose_the_server(self, kind: Kind, num_streams: int, end_server: Callable[[], None]) -> Counter[str]:
-        """Open streams, end the server once all have text, and say how the streams end."""
+    async def lose_the_server(
+        self, kind: Kind, num_streams: int, end_server: Callable[[], None], seconds: float
+    ) -> Counter[str]:
+        """Open streams, end the server once all have text, and say how the streams end within some seconds.
+
+        A stream ends with an error, with the reason of a choice, or in silence.
+        """
         begun = asyncio.Barrier(num_streams + 1)
 
         async def read() -> str:
-            reasons, is_first = [], True
+            end, is_first = "silence", True
             try:
                 stream = await self._create(kind)
                 async for chunk in stream:
                     if is_first:
                         is_first = False
                         await begun.wait()
-                    reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+                    end = next((choice.finish_reason for choice in chunk.choices if choice.finish_reason), end)
             except _ERRORS:
                 return "error"
-            return "answered" if reasons else "silence"
+            return end
 
         streams = [asyncio.create_task(read()) for _ in range(num_streams)]
         await begun.wait()
         end_server()
-        return Counter(await asyncio.wait_for(asyncio.gather(*streams), 60))
+        return Counter(await asyncio.wait_for(asyncio.gather(*streams), seconds))
+
+
+def _enter(kind: Kind, answer: Answer | None, answers: dict[str, Answer], to: Tally) -> None:
+    """Enter an answer that has come to its end, and how it differs from the right one, where there is a right one."""
+    to.ends[kind.end] += 1
+    assert answer is not None
+    right = answers.get(kind.name)
+    if right is None:
+        is_right = len(answer) == kind.options.get("n", 1) and all(reason for _, reason in answer)
+    else:
+        is_right = answer == right
+    if not is_right:
+        to.differences.append(f"{kind.name}: {answer} instead of {right}")
 
 
 def _text(choice: Any) -> str:

@@ -7,26 +7,34 @@ import numpy as np
 import pytest
 
 from tests.e2e.engines import engine
-from tests.e2e.faults import FAULTY, OTHERS, at_calls, check_alive, check_faults, fault, reads_the_faulty
+from tests.e2e.families import make_medusa
+from tests.e2e.faults import (
+    FAULTY,
+    OTHERS,
+    at_calls,
+    check_alive,
+    check_faults,
+    fault,
+    let_drafts_pay,
+    reads_the_faulty,
+)
 from tests.e2e.references import ask, config_of, stats
 from vllm_specplus.proposers.adaptive import AdaptiveDrafter
-from vllm_specplus.proposers.arbiter import Arbiter, Prices
-from vllm_specplus.proposers.costs import CostMeter, Pace
+from vllm_specplus.proposers.arbiter import Arbiter
 from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.proposers.suffix import SuffixMatcher
 from vllm_specplus.runners.live_requests import LiveRequest
 from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.runners.v1 import requests as v1_requests
+from vllm_specplus.runners.v1.history import HostHistory
 
 PROMPTS = [*OTHERS, FAULTY]
 
 
 @pytest.fixture(autouse=True)
 def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let drafts pay: on a busy machine the clock may say that none do, and the places under test are not reached."""
-    monkeypatch.setattr(Pace, "prices", lambda self, costs, num_reqs: Prices(0.02, 1.0, 0.02, 0.02))
-    monkeypatch.setattr(CostMeter, "has_steps", False)
+    let_drafts_pay(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +105,21 @@ def test_a_fault_in_the_arbiter_costs_the_batch_its_drafts(
             assert hits == [0], name
             assert stats(e)["faults"]["drafting"] == i + 1
         check_faults(e, "drafting", log)
+        check_alive(e, expected)
+
+
+@pytest.mark.parametrize("adaptive", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_fault_in_reading_the_tokens_for_medusa_costs_the_batch_its_drafts(
+    adaptive: bool, trained: Path, tmp_path: Path, expected: list[list[int]], log: pytest.LogCaptureFixture
+) -> None:
+    heads = {"method": "medusa", "model": str(make_medusa(tmp_path / "heads", trained))}
+    config = config_of("mtp_ngram", tmp_path, adaptive=adaptive) | heads
+    with engine(trained, config) as e:
+        with fault(HostHistory, "newest_tokens", at_calls(3)) as hits:
+            assert ask(e, PROMPTS, [{}] * 5, max_tokens=48) == expected
+        assert hits == [0]
+        check_faults(e, "drafting", log)
+        assert stats(e)["faults"] == {"drafting": 1}
         check_alive(e, expected)
 
 

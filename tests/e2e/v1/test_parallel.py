@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import PROMPTS, engine
-from tests.e2e.faults import FAULTY, OTHERS, fail_in_worker
-from tests.e2e.parallel import SAMPLED, measure_otherwise, of_workers, record_choices, record_drafts
+from tests.e2e.parallel import (
+    COMMON_PLACES,
+    PROMPTS_OF_FAULTS,
+    SAMPLED,
+    check_faults_of_all_workers,
+    measure_otherwise,
+    of_workers,
+    record_choices,
+    record_drafts,
+)
 from tests.e2e.references import ask, asking, config_of
+from vllm_specplus.runners.v1 import requests as v1_requests
 
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
@@ -76,15 +85,19 @@ def test_all_workers_choose_alike(proposer: str, more: dict[str, Any], trained: 
             assert of_first == of_last
 
 
-def test_a_fault_of_all_workers_costs_no_text(trained: Path, draft: Path) -> None:
-    prompts = [*OTHERS, FAULTY]
+def count_often(worker: Any) -> None:
+    """Run in a worker: count drafts after every few, not after thousands."""
+    v1_requests._MOST_UNCOUNTED = 3
+
+
+def test_faults_of_all_workers_cost_no_text(trained: Path, draft: Path) -> None:
+    arbiter = "vllm_specplus.proposers.arbiter.Arbiter"
+    counting = f"{v1_requests.__name__}.count_drafts"
     with engine(trained) as e:
-        texts = ask(e, prompts, [{}] * 5, max_tokens=48)
+        texts = e.tokens(PROMPTS_OF_FAULTS)
     with engine(trained, config_of("mtp_suffix", draft, adaptive=True), **TWO) as e:
-        e.llm.collective_rpc(fail_in_worker)
-        for _ in range(2):
-            assert ask(e, prompts, [{}] * 5, max_tokens=48) == texts
-        first, last = e.llm.collective_rpc("specplus_stats")
-        assert first == last
-        assert first["faults"]["drafting"] >= 2
+        e.llm.collective_rpc(count_often)
+        places = [*COMMON_PLACES, f"{arbiter}.offer", f"{arbiter}.choose", counting]
+        check_faults_of_all_workers(e, places, texts, max_tokens=48)
+        (first, _) = e.llm.collective_rpc("specplus_stats")
         assert sum(first["accepted"]["suffix"]) > 0

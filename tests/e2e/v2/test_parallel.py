@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import engine
-from tests.e2e.faults import FAULTY, fail_in_worker
-from tests.e2e.parallel import SAMPLED, measure_otherwise, of_workers, record_choices, record_drafts, record_inputs
+from tests.e2e.parallel import (
+    COMMON_PLACES,
+    PROMPTS_OF_FAULTS,
+    SAMPLED,
+    check_faults_of_all_workers,
+    measure_otherwise,
+    of_workers,
+    record_choices,
+    record_drafts,
+    record_inputs,
+)
 from tests.e2e.references import ask, asking, config_of
-from tests.e2e.v2.engines import FEW, async_engine, tokens
+from tests.e2e.v2.engines import FEW, MAX_TOKENS, async_engine, tokens
 from vllm_specplus.proposers.costs import StepTimes
 
 pytestmark = pytest.mark.interpreter
@@ -111,15 +120,11 @@ def test_workers_that_do_not_agree_on_prices_draft_otherwise(trained: Path) -> N
 
 
 @pytest.mark.parametrize("start", [engine, pytest.param(async_engine, marks=pytest.mark.slow)])
-def test_a_fault_of_all_workers_costs_no_text(start: Any, trained: Path, draft: Path) -> None:
-    prompts = [*FEW, FAULTY]
+def test_faults_of_all_workers_cost_no_text(start: Any, trained: Path, draft: Path) -> None:
+    runner = "vllm_specplus.runners.v2"
+    places = [*COMMON_PLACES, f"{runner}.adaptive.AdaptiveFiller._judge", f"{runner}.requests.count_drafts"]
     with engine(trained) as e:
-        texts = tokens(e, prompts)
+        texts = tokens(e, PROMPTS_OF_FAULTS)
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with start(trained, config_of("mtp_suffix", draft, adaptive=True), **two) as e:
-        e.llm.collective_rpc(fail_in_worker)
-        assert tokens(e, prompts) == texts
-        first, last = e.llm.collective_rpc("specplus_stats")
-        assert first["faults"] == last["faults"]
-        assert first["faults"]["drafting"] >= 1
-        assert sum(first["drafted"]["model"]) > 0
+        check_faults_of_all_workers(e, places, texts, max_tokens=MAX_TOKENS)

@@ -318,7 +318,10 @@ class MedusaMixin(HybridMixin):
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Draft as a hybrid does; see `HybridMixin.propose`."""
-        self._sampled_tokens, self._tokens_on_host = self._history.newest_tokens(), True
+        req_ids = self._history.req_ids()
+        self._sampled_tokens, self._tokens_on_host = [[] for _ in req_ids], True
+        with self._faults.caught("drafting", req_ids):
+            self._sampled_tokens = self._history.newest_tokens()
         return super().propose(num_speculative_tokens, *args, **kwargs)
 
 

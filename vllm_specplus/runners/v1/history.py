@@ -20,8 +20,8 @@ class HostHistory:
         self._tracker = tracker
         self._max_num_states = MAX_BATCHES_WITH_STATE * runner.scheduler_config.max_num_seqs
 
-    def req_ids(self, num_reqs: int) -> list[str]:
-        """The ids of the first requests of the batch."""
+    def req_ids(self, num_reqs: int | None = None) -> list[str]:
+        """The ids of the first requests of the batch, or of all."""
         return self._runner.input_batch.req_ids[:num_reqs]
 
     def newest_tokens(self) -> list[list[int]]:
