@@ -29,9 +29,6 @@ START_SECONDS, END_SECONDS = 540, 120
 # Ray sends a request to either replica. All to one of them: once in 30,000 runs.
 NUM_REQUESTS = 16
 
-pytestmark = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def served(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two replicas of the hybrid."""
