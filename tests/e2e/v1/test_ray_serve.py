@@ -29,6 +29,7 @@ START_SECONDS, END_SECONDS = 540, 120
 # Ray sends a request to either replica. All to one of them: once in 30,000 runs.
 NUM_REQUESTS = 16
 
+
 @pytest.fixture(scope="module")
 def served(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two replicas of the hybrid."""
