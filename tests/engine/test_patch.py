@@ -17,7 +17,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
 import vllm_specplus
-from tests.e2e.families import make_medusa
+from tests.e2e.families import make_family, make_medusa
 from vllm_specplus import compat
 from vllm_specplus.config import SpecPlusConfigError, resolve
 from vllm_specplus.engine import patch as engine
@@ -253,6 +253,20 @@ def test_what_v2_cannot_combine(
     args = engine_args(tiny, config, **changes)
     with pytest.raises(SpecPlusConfigError, match=words):
         args.create_engine_config()
+
+
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_expert_parallel_workers_on_a_cpu(
+    runner: str, tmp_path: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    mixture = make_family(tmp_path / "mixture", "ernie")
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with pytest.raises(SpecPlusConfigError, match="enable_expert_parallel=True is not allowed on a CPU"):
+        engine_args(mixture, HYBRID, enable_expert_parallel=True, **two).create_engine_config()
+    # One worker has all experts, and without plugin keys the choice is vLLM's.
+    engine_args(mixture, HYBRID, enable_expert_parallel=True).create_engine_config()
+    engine_args(mixture, None, enable_expert_parallel=True, **two).create_engine_config()
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ _ROOT = Path(__file__).parents[2]
 STEPS = 3
 
 
-def make_drafter() -> AdaptiveDrafter:
-    return AdaptiveDrafter({}, max_num_reqs=4, num_model_steps=STEPS, num_speculative_tokens=4)
+def make_drafter(**options: bool) -> AdaptiveDrafter:
+    return AdaptiveDrafter({}, max_num_reqs=4, num_model_steps=STEPS, num_speculative_tokens=4, **options)
 
 
 def history(**texts: list[int]) -> History:
@@ -49,6 +49,23 @@ def test_one_pass_is_made_where_no_request_may_draft() -> None:
     assert drafter.plan(texts, np.array([0, 0]), [None, None]) == 1
     drafter.draft(texts, np.array([0, 0]), np.full((2, 1), 7))
     assert drafter.plan(texts, np.array([0, 2]), [None, None]) == STEPS
+
+
+def test_data_parallel_ranks_make_all_passes() -> None:
+    """Whatever a pass costs, and though no request may draft: another rank's may."""
+    drafter = make_drafter(makes_all_passes=True)
+    texts = history(a=[1, 2, 3])
+    for limit in (0, 4):
+        drafter.set_prices(Prices(slot=0.02, step=1.0, first_pass=9.0, later_pass=9.0))
+        assert drafter.plan(texts, np.array([limit]), [None], without_drafts=["a"]) == STEPS
+        assert not drafter.is_asleep(["a"])
+        drafter.draft(texts, np.array([limit]), np.full((1, STEPS), 7))
+    # Passes that are made anyway are no reason to draft less.
+    drafter = make_drafter(makes_all_passes=True)
+    drafter.set_prices(Prices(slot=0.02, step=1.0, first_pass=9.0, later_pass=9.0))
+    drafter.plan(texts, np.array([4]), [None])
+    (drafts,) = drafter.draft(texts, np.array([4]), np.full((1, STEPS), 7)).to_lists()
+    assert drafts
 
 
 def test_a_request_that_allows_no_drafts_is_asleep_from_the_start() -> None:

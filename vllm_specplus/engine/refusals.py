@@ -95,6 +95,17 @@ def _linear_attention_error(setup: EngineSetup) -> SpecPlusConfigError | None:
     )
 
 
+def _expert_parallel_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    parallel = setup.parallel_config
+    num_workers = parallel.tensor_parallel_size * parallel.data_parallel_size
+    if setup.device_type != "cpu" or not parallel.enable_expert_parallel or num_workers == 1:
+        return None
+    return SpecPlusConfigError(
+        "enable_expert_parallel=True is not allowed on a CPU with keys of vllm-specplus: vLLM's kernel for experts is not "
+        "told which of them a worker holds, and the worker dies; leave it out"
+    )
+
+
 _REASONS: tuple[Callable[[EngineSetup], SpecPlusConfigError | None], ...] = (
     _platform_error,
     _worker_error,
@@ -104,4 +115,5 @@ _REASONS: tuple[Callable[[EngineSetup], SpecPlusConfigError | None], ...] = (
     _pipeline_error,
     _async_scheduling_error,
     _linear_attention_error,
+    _expert_parallel_error,
 )
