@@ -241,14 +241,41 @@ def test_token_ids_are_of_the_vocabulary() -> None:
     assert options_of(admit(check, sp_advice_prompt_token_ids=[0, VOCAB_SIZE - 1]))[0] == [0, VOCAB_SIZE - 1]
     error = refusal(check, sp_advice_prompt_token_ids=[0, 5, VOCAB_SIZE, VOCAB_SIZE + 1])
     assert error.parameter == "sp_advice_prompt_token_ids"
-    assert f"its token 2 is {VOCAB_SIZE}, and the model has tokens from 0 to {VOCAB_SIZE - 1}" in str(error)
+    # The log shows the message, and no token.
+    assert f"its token 2 is too large, as the model has tokens from 0 to {VOCAB_SIZE - 1}" in str(error)
+    assert str(VOCAB_SIZE) not in str(error)
 
 
 def test_tokens_of_text_are_of_the_vocabulary() -> None:
     """A tokenizer may have more tokens than the model."""
     error = refusal(new_check(), sp_advice_prompt="ab" + chr(VOCAB_SIZE))
     assert error.parameter == "sp_advice_prompt"
-    assert f"its token 2 is {VOCAB_SIZE}" in str(error)
+    assert "its token 2 is too large" in str(error)
+
+
+def test_a_long_text_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the longest token of the vocabulary: others wait while a text is read."""
+    lengths: list[int] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **more: lengths.append(len(text)) or encode(self, text))
+    for longest, expected in ((2, 2), (16, 16), (128, 16)):
+        monkeypatch.setattr(Tokenizer, "max_chars_per_token", longest)
+        admit(new_check(), sp_advice_prompt="x" * 100_000)
+        assert lengths.pop() == 51 * expected
+
+
+@pytest.mark.parametrize("is_server", [False, True])
+def test_a_server_reads_no_long_text_while_its_clients_wait(is_server: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the middleware takes are read in a thread."""
+    check, most = new_check(), 1 << 14
+    monkeypatch.setattr(check, "is_server", is_server)
+    admit(check, sp_advice_prompt="x" * most)
+    admit(check, sp_advice_prompt_token_ids=[3] * 200)
+    if is_server:
+        error = refusal(check, sp_advice_prompt="x" * (most + 1))
+        assert f"not allowed here with over {most} characters" in str(error)
+    else:
+        admit(check, sp_advice_prompt="x" * (most + 1))
 
 
 def test_a_reference_is_cut_to_the_model_length() -> None:

@@ -44,6 +44,10 @@ def sent(params: SamplingParams) -> SamplingParams:
         ({RESOLVED_ENTRY: RESOLVED}, f"'token_ids': {len(IDS)} tokens, 'edit': False, 'max_drafts': 3"),
         ({RESOLVED_ENTRY: SECRET}, f"{len(SECRET)} characters"),
         ({"spec_tokens": 3}, "{'spec_tokens': 3}"),
+        # vLLM logs a request before it is refused for its name.
+        ({"sp_advice_promt": SECRET}, f"'sp_advice_promt': {len(SECRET)} characters"),
+        ({"Prediction": {"content": SECRET}, "forced": IDS}, f"'Prediction': 'dict', 'forced': {len(IDS)} tokens"),
+        ({"kv_transfer_params": {"a": [1]}, "other": "text"}, "{'kv_transfer_params': {'a': [1]}, 'other': 'text'}"),
     ],
 )
 def test_references_are_shown_by_length(extra: dict[str, Any], shown: str) -> None:

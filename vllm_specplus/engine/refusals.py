@@ -101,8 +101,8 @@ def _expert_parallel_error(setup: EngineSetup) -> SpecPlusConfigError | None:
     if setup.device_type != "cpu" or not parallel.enable_expert_parallel or num_workers == 1:
         return None
     return SpecPlusConfigError(
-        "enable_expert_parallel=True is not allowed on a CPU with keys of vllm-specplus: vLLM's kernel for experts is not "
-        "told which of them a worker holds, and the worker dies; leave it out"
+        "enable_expert_parallel=True is not allowed on a CPU with keys of vllm-specplus: vLLM's kernel for experts is "
+        "not told which of them a worker holds, and the worker dies; leave it out"
     )
 
 

@@ -53,9 +53,12 @@ class RequestBody:
     @property
     def num_answers(self) -> int:
         """How many answers vLLM makes; 1 where it is going to refuse their number."""
-        prompts = self.vllm_body.get("prompt")
+        # vLLM ignores the prompts of a chat.
+        prompts = None if "messages" in self.vllm_body else self.vllm_body.get("prompt")
         # A list of numbers is one prompt.
-        num_prompts = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+        num_prompts = 1
+        if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int | float):
+            num_prompts = len(prompts)
         try:
             n = _COUNT.validate_python(self.vllm_body.get("n"))
         except ValidationError:

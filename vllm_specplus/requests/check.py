@@ -12,10 +12,12 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
+from vllm_specplus.requests.faults import request_faults
 from vllm_specplus.requests.options import (
     HANDOVER_ENTRY,
     RESOLVED_ENTRY,
@@ -28,6 +30,12 @@ from vllm_specplus.requests.refusal import RefusedRequestError, shorten_stream_e
 from vllm_specplus.requests.shown_params import hide_references
 from vllm_specplus.requests.steps import step_counter
 
+logger = init_logger("vllm.specplus")
+
+# Of a reference's text; an English token has four or five. Some vocabularies have tokens of 128.
+_MOST_CHARS_PER_TOKEN = 16
+_MOST_CHARS_ON_LOOP = 1 << 14
+
 
 class Handover:
     """Options that the HTTP middleware has resolved, by key, while their requests run.
@@ -36,10 +44,12 @@ class Handover:
 
     Attributes:
         max_bytes: what the references of all these requests may take, here or in the engine's queue.
+        max_bytes_of_request: what one of them may take.
         num_bytes: what they take.
     """
 
     max_bytes = 1 << 30
+    max_bytes_of_request = 1 << 26
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -49,8 +59,8 @@ class Handover:
     def __len__(self) -> int:
         return len(self._options)
 
-    def put(self, key: str, options: ResolvedOptions, num_bytes: int = 0) -> bool:
-        """Keep the options of a request that is on its way under a new key; False if there is no room for them.
+    def put(self, key: str, options: ResolvedOptions, num_bytes: int = 0) -> None:
+        """Keep the options of a request that is on its way under a new key, without a reference that has no room.
 
         Args:
             key: of the request.
@@ -58,11 +68,14 @@ class Handover:
             num_bytes: what its reference takes.
         """
         if self.num_bytes + num_bytes > self.max_bytes:
-            return False
+            logger.warning_once(
+                "the references of the requests in flight take all memory that they may: others go without theirs",
+                scope="process",
+            )
+            options, num_bytes = options.model_copy(update={"token_ids": None}), 0
         self._options[key] = options
         self._num_bytes_by_key[key] = num_bytes
         self.num_bytes += num_bytes
-        return True
 
     def get(self, key: Any) -> ResolvedOptions | None:
         """The options under a key; None for any other value, which a client may have written."""
@@ -90,7 +103,10 @@ class _Tokenizer:
         return _Tokenizer, (self._model_config,)
 
     def encode(self, text: str) -> np.ndarray:
-        """[n] int32 tokens without special ones. Of a text far longer than the model only the beginning is read."""
+        """[n] int32 tokens without special ones. Of a text far longer than the model only the beginning is read.
+
+        While it is read, other texts wait. So a text of few long tokens may be cut before the model's length.
+        """
         config = self._model_config
         with self._lock:
             if self._tokenizer is None:
@@ -103,7 +119,8 @@ class _Tokenizer:
                     trust_remote_code=config.trust_remote_code,
                 )
             # A text that is one character longer has more tokens than the model can take.
-            text = text[: (config.max_model_len + 1) * self._tokenizer.max_chars_per_token]
+            most = min(self._tokenizer.max_chars_per_token, _MOST_CHARS_PER_TOKEN)
+            text = text[: (config.max_model_len + 1) * most]
             return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
@@ -162,8 +179,15 @@ class RequestCheck:
         """Resolve options that no middleware has taken out of a request.
 
         Raises:
-            RequestError: as `resolve`, and for `aux_info` over HTTP, where only the middleware can answer.
+            RequestError: as `resolve`. Over HTTP also for `aux_info`, which only the middleware can answer, and for a
+                long text: the server does nothing else while it is read.
         """
+        if cls.is_server and len(options.text or "") > _MOST_CHARS_ON_LOOP:
+            raise RequestError(
+                options.field,
+                f"{options.field} is not allowed here with over {_MOST_CHARS_ON_LOOP} characters: send it to chat "
+                "completions or completions of a server that was started with VLLM_PLUGINS=specplus, or its token ids",
+            )
         if options.aux_info:
             if cls.is_server:
                 raise RequestError(
@@ -213,7 +237,11 @@ class RequestCheck:
                 raise RequestError(
                     field, f"{field} is not allowed with skip_tokenizer_init: give sp_advice_prompt_token_ids"
                 )
-            token_ids = cls.tokenizer.encode(options.text)
+            token_ids = None
+            with request_faults.caught("reading a reference", "its request goes on without it"):
+                token_ids = cls.tokenizer.encode(options.text)
+            if token_ids is None:
+                return None
         elif options.sp_advice_prompt_token_ids is not None:
             token_ids = np.array(options.sp_advice_prompt_token_ids, np.int32)
         else:
@@ -222,8 +250,8 @@ class RequestCheck:
         if (outside := np.flatnonzero(token_ids >= vocab_size)).size:
             raise RequestError(
                 field,
-                f"{field} is not allowed: its token {outside[0]} is {token_ids[outside[0]]}, and the model has "
-                f"tokens from 0 to {vocab_size - 1}",
+                f"{field} is not allowed: its token {outside[0]} is too large, as the model has tokens from 0 to "
+                f"{vocab_size - 1}",
             )
         return token_ids
 

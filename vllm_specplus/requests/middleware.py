@@ -22,6 +22,7 @@ from vllm_specplus.requests.api_key import lacks_api_key
 from vllm_specplus.requests.body import RequestBody, check_other_route, read_body
 from vllm_specplus.requests.check import handover, no_drafter_error
 from vllm_specplus.requests.engine_client import check_of_engine, has_drafter, speculates
+from vllm_specplus.requests.faults import request_faults
 from vllm_specplus.requests.options import HANDOVER_ENTRY, RequestError, ResolvedOptions
 from vllm_specplus.requests.response import (
     JSON_TYPE,
@@ -53,7 +54,6 @@ _OTHER_PATHS = (
 # In a scope: another PredictedOutputs, further out, takes care of the request.
 _SCOPE_MARK = "specplus"
 _LARGE_BODY = 1 << 20
-_NO_ROOM = "the references of other requests take all memory that they may: send the request again later"
 _T = TypeVar("_T")
 
 
@@ -68,7 +68,7 @@ class PredictedOutputs:
     ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true``
     gets RTP-LLM's ``aux_info`` (``cost_time`` in milliseconds), a stream in its last chunk. A field that is not allowed
     is answered with HTTP 400, and so is one that needs the plugin's drafter in an engine without it; OpenAI's
-    ``prediction`` is ignored there. A reference for which there is no memory at the moment is answered with HTTP 503.
+    ``prediction`` is ignored there. So is a reference for which there is no memory at the moment.
     Requests that ask nothing of the plugin pass through unchanged.
     """
 
@@ -96,9 +96,7 @@ class PredictedOutputs:
             return await refusal(scope, receive, send)
         if asked is None:
             return await self.app(scope, receive, send)
-        if not handover.put(key, asked.resolved, asked.num_bytes):
-            refusal = error_response(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", _NO_ROOM, asked.field)
-            return await refusal(scope, receive, send)
+        handover.put(key, asked.resolved, asked.num_bytes)
         report = Report(engine_client, key, asked.has_reference, asked.aux_info, arrival)
         try:
             return await self._run(asked, report, scope, receive, send)
@@ -108,7 +106,8 @@ class PredictedOutputs:
     async def _run(self, asked: "_Asked", report: Report, scope: Scope, receive: Receive, send: Send) -> None:
         """Have vLLM answer the rest of the body."""
         if asked.aux_info and asked.resolved.counts_key is None:
-            report.steps = step_counter.watch(report.key)
+            with request_faults.caught("counting steps", "counts are incomplete"):
+                report.steps = step_counter.watch(report.key)
         if asked.has_reference or asked.aux_info:
             send = ReportSender(send, report, hide_usage=asked.hides_usage)
         try:
@@ -128,14 +127,12 @@ class _Asked:
     Attributes:
         resolved: its options.
         num_bytes: what its reference takes, see `Handover.put`.
-        field: the name of what it asks, for a refusal.
         has_reference, aux_info: see `Report`.
         hides_usage: see `ReportSender`.
     """
 
     resolved: ResolvedOptions
     num_bytes: int
-    field: str
     has_reference: bool
     aux_info: bool
     hides_usage: bool
@@ -173,7 +170,7 @@ async def _read(scope: Scope, receive: Receive, engine_client: Any, key: str) ->
     headers = MutableHeaders(scope=scope)
     headers["content-length"] = str(len(encoded))
     del headers["transfer-encoding"]
-    asked = _Asked(resolved, num_bytes, body.options.field, body.has_reference, body.aux_info, hides_usage)
+    asked = _Asked(resolved, num_bytes, body.has_reference, body.aux_info, hides_usage)
     return _replay(encoded, receive), asked
 
 
@@ -181,17 +178,17 @@ def _reference_bytes(body: RequestBody, resolved: ResolvedOptions) -> int:
     """What the reference takes: once in `handover`, and in a message to the engine for each answer.
 
     Raises:
-        RequestError: it takes more than those of all requests may.
+        RequestError: it takes more than that of one request may.
     """
     if resolved.token_ids is None:
         return 0
     num_bytes = resolved.token_ids.nbytes * (1 + body.num_answers)
-    if num_bytes > handover.max_bytes:
+    if num_bytes > handover.max_bytes_of_request:
         field = body.options.field
         raise RequestError(
             field,
             f"{field} is not allowed for {body.num_answers} answers: it would take {num_bytes} bytes, and at most "
-            f"{handover.max_bytes} are allowed for all requests together",
+            f"{handover.max_bytes_of_request} are allowed",
         )
     return num_bytes
 

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_specplus.requests.body import decode_object
 from vllm_specplus.requests.engine_client import ask_workers
+from vllm_specplus.requests.faults import request_faults
 from vllm_specplus.requests.steps import Steps
 
 logger = init_logger("vllm.specplus")
@@ -76,35 +77,43 @@ class Report:
 
     async def add_to(self, payload: dict[str, Any]) -> None:
         """Add to a payload with usage; it stays as it is if the workers cannot be asked, or none knows the request."""
+        with request_faults.caught("reporting counts", "a response goes without them"):
+            payload |= await self._counted(payload["usage"])
+
+    async def _counted(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a payload that tell the counts; its new usage is one of them."""
+        num_tokens = usage.get("completion_tokens") or 0
         if self.steps is not None:
             self.steps.arrival = self.arrival
-            payload["aux_info"] = self.steps.aux_info(payload["usage"].get("completion_tokens") or 0)
-            return
+            return {"aux_info": self.steps.aux_info(num_tokens)}
         try:
             counts = await asyncio.shield(self.ask_for_counts())
         except Exception as error:
-            logger.warning("a response goes without its counts: the workers cannot be asked for them: %r", error)
-            return
+            logger.warning(
+                "a response goes without its counts: the workers cannot be asked for them: %s", type(error).__name__
+            )
+            return {}
         if counts is None:
-            return
-        usage, num_steps = payload["usage"], counts["num_steps"]
-        num_tokens = usage.get("completion_tokens") or 0
+            return {}
+        num_steps, fields = counts["num_steps"], {}
         if self.has_reference:
             # Each step gives one token of the target's own, but for a request's last step, which may have been cut.
             most = max(0, num_tokens - num_steps + counts["num_requests"])
-            usage["completion_tokens_details"] = {
+            details = {
                 **(usage.get("completion_tokens_details") or {}),
                 "accepted_prediction_tokens": min(counts["accepted"], most),
                 "rejected_prediction_tokens": counts["rejected"],
             }
+            fields["usage"] = {**usage, "completion_tokens_details": details}
         if self.aux_info:
-            payload["aux_info"] = Steps(None, num_steps, self.arrival).aux_info(num_tokens)
+            fields["aux_info"] = Steps(None, num_steps, self.arrival).aux_info(num_tokens)
+        return fields
 
 
 def _end_count_task(task: asyncio.Task[Any]) -> None:
     count_tasks.discard(task)
     if not task.cancelled() and (error := task.exception()):
-        logger.debug("the workers cannot be asked for the counts of a request: %r", error)
+        logger.debug("the workers cannot be asked for the counts of a request: %s", type(error).__name__)
 
 
 class ReportSender:

@@ -6,6 +6,7 @@ every request.
 
 import copy
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,11 @@ from vllm import SamplingParams
 from vllm.logging_utils import dump_input
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_specplus.requests.options import REFERENCE_KEYS, RESOLVED_ENTRY
+from vllm_specplus.requests.options import RESOLVED_ENTRY
 
 _ORIGINAL = "specplus_original"
+# A reference may come under a name that is not quite right. vLLM logs a request before that is refused.
+_REFERENCE_NAME = re.compile("sp|force|predict", re.IGNORECASE)
 
 
 class _Length:
@@ -30,14 +33,18 @@ class _Length:
 
 
 def shown_args(extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    """``extra_args`` for a log: each reference is replaced by its length."""
-    shown = {name: _length(value) if name in REFERENCE_KEYS else value for name, value in extra_args.items()}
+    """``extra_args`` for a log: each text, list and object under a name like ours is replaced by its length."""
+    shown = {name: value if _is_short(name, value) else _length(value) for name, value in extra_args.items()}
     resolved = extra_args.get(RESOLVED_ENTRY)
     if isinstance(resolved, Mapping) and "token_ids" in resolved:
         shown[RESOLVED_ENTRY] = {**resolved, "token_ids": _length(resolved["token_ids"])}
     elif resolved is not None:
         shown[RESOLVED_ENTRY] = _length(resolved)
     return shown
+
+
+def _is_short(name: Any, value: Any) -> bool:
+    return isinstance(value, int | float | None) or not _REFERENCE_NAME.match(str(name))
 
 
 def _length(value: Any) -> Any:
@@ -68,9 +75,9 @@ def hide_references() -> None:
 
     @functools.wraps(original)
     def representation(params: SamplingParams) -> str:
-        if params.extra_args and not params.extra_args.keys().isdisjoint((*REFERENCE_KEYS, RESOLVED_ENTRY)):
+        if params.extra_args:
             params = copy.copy(params)
-            params.extra_args = shown_args(params.extra_args or {})
+            params.extra_args = shown_args(params.extra_args)
         return original(params)
 
     setattr(representation, _ORIGINAL, original)

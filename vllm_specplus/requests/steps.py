@@ -6,18 +6,15 @@ request asks, and stay wrapped. Requests that do not ask cost one look into a di
 
 import functools
 import time
-import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from vllm_specplus.requests.faults import request_faults
 from vllm_specplus.requests.options import HANDOVER_ENTRY
-
-logger = init_logger("vllm.specplus")
 
 _ORIGINAL = "specplus_original"
 
@@ -50,7 +47,6 @@ class StepCounter:
         # By the middleware's key, and by vLLM's internal request id.
         self._by_key: dict[str, Steps] = {}
         self._by_request: dict[str, Steps] = {}
-        self._has_failed = False
 
     def __len__(self) -> int:
         return len(self._by_key) + len(self._by_request)
@@ -97,16 +93,10 @@ class StepCounter:
         OutputProcessor.add_request = noting_add_request
         OutputProcessor.process_outputs = counting_process_outputs
 
-    @contextmanager
-    def _caught(self) -> Iterator[None]:
-        """Catch an exception of the block: counts are incomplete then. vLLM would take it for the engine's death."""
-        try:
-            yield
-        except Exception as error:
-            if not self._has_failed:
-                stack = "".join(traceback.format_tb(error.__traceback__))
-                logger.error("a fault in counting steps, %s: counts are incomplete\n%s", type(error).__name__, stack)
-            self._has_failed = True
+    @staticmethod
+    def _caught() -> AbstractContextManager[None]:
+        """Catch an exception of the block. vLLM would take it for the engine's death."""
+        return request_faults.caught("counting steps", "counts are incomplete")
 
     def _begin(self, request: Any, name: str) -> None:
         extra = getattr(request.sampling_params, "extra_args", None) or {}

@@ -150,7 +150,7 @@ def test_a_reference_longer_than_the_model(trained: Path, caplog: pytest.LogCapt
         ({"sp_advice_prompt": 5}, "sp_advice_prompt is not allowed: it must be text"),
         (
             {"sp_advice_prompt_token_ids": [5, 320]},
-            "sp_advice_prompt_token_ids is not allowed: its token 1 is 320.* to 319",
+            "sp_advice_prompt_token_ids is not allowed: its token 1 is too large.* to 319",
         ),
         ({"prediction": "text"}, "prediction is not allowed: it must be"),
         ({"sp_advice_prompt": "a", "sp_advice_prompt_token_ids": [1]}, "a request has one reference"),

@@ -1,0 +1,59 @@
+"""A fault of the plugin's own code where requests are taken costs what it was about, and never the answer."""
+
+from typing import Any
+
+import pytest
+
+from tests.requests.stand_ins import ALL_FIELDS, COUNTS, SECRET, STREAM, Check, Server, answer, engine_with, streams
+from vllm_specplus.requests.check import handover
+from vllm_specplus.requests.response import Report
+from vllm_specplus.requests.steps import StepCounter, Steps
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(SECRET)
+
+
+def check_log(log: pytest.LogCaptureFixture, part: str) -> None:
+    """The fault is logged once, with its stack and without the client's text."""
+    assert log.text.count(f"a fault in {part}, RuntimeError") == 1
+    assert "in fail" in log.text
+    assert SECRET not in log.text
+
+
+def test_reading_a_reference(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(Check.tokenizer, "encode", fail)
+    for _ in range(2):
+        server = Server()
+        got = server.post(ALL_FIELDS)
+        assert got.status == 200
+        assert got.json["aux_info"]["iter_count"] == COUNTS["num_steps"]
+        ((token_ids, *_),) = server.resolved
+        assert token_ids is None
+    check_log(log, "reading a reference")
+
+
+@pytest.mark.parametrize("name", ["aux_info", "_counted"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_reporting_counts(
+    name: str, stream: bool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Steps if name == "aux_info" else Report, name, fail)
+    for _ in range(2):
+        server = Server(streams(STREAM)) if stream else Server()
+        # The usage at the stream's end, for which the client has asked, is vLLM's.
+        got = server.post(ALL_FIELDS | {"stream": stream, "stream_options": {"include_usage": True}})
+        assert got.status == 200
+        assert got.body == b"".join(STREAM) if stream else got.json == answer()
+    check_log(log, "reporting counts")
+    assert not handover
+
+
+def test_watching_steps(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    """Where vLLM drafts."""
+    monkeypatch.setattr(StepCounter, "watch", fail)
+    for _ in range(2):
+        got = Server(engine=engine_with(object())).post({"aux_info": True})
+        assert got.status == 200
+    check_log(log, "counting steps")
+    assert not handover

@@ -1,0 +1,41 @@
+"""Faults of the plugin's own code in the process that takes the requests: the answer comes all the same."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm.logger import init_logger
+
+from vllm_specplus.requests.options import RequestError
+
+logger = init_logger("vllm.specplus")
+
+
+class RequestFaults:
+    """Catches faults; the first one of each part is logged."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    @contextmanager
+    def caught(self, part: str, effect: str) -> Iterator[None]:
+        """Catch an exception of the block, but for the refusal of a field.
+
+        The log has the exception's type and stack. Its message might hold a client's text.
+
+        Args:
+            part: what the block does.
+            effect: what the request lacks after a fault.
+        """
+        try:
+            yield
+        except RequestError:
+            raise
+        except Exception as error:
+            if part not in self._logged:
+                self._logged.add(part)
+                stack = "".join(traceback.format_tb(error.__traceback__))
+                logger.error("a fault in %s, %s: %s\n%s", part, type(error).__name__, effect, stack)
+
+
+request_faults = RequestFaults()
