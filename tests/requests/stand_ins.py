@@ -27,6 +27,8 @@ OTHER_ROUTES = (
     "/v1/responses",
     "/v1/messages",
     "/v1/systemone",
+    "/v1/decisions",
+    "/inference/v1/generate",
     "/cohere/v2/chat",
     "/v1/chat/completions/render",
     "/v1/completions/render",

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
+import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +23,7 @@ from tests.requests.stand_ins import (
     PREDICTION,
     SECRET,
     STREAM,
+    TEXT,
     Engine,
     Server,
     answer,
@@ -202,6 +206,25 @@ def test_other_routes_refuse_what_they_would_ignore(path: str, fields: dict[str,
     got = server.post(fields, path=path)
     assert (got.status, got.json["error"]["param"]) == (400, name)
     assert not server.bodies
+
+
+# Posts that bring no prompt to draft for: they pool, score, translate, transcribe, count, or steer the server.
+WITHOUT_DRAFTS = re.compile(
+    "/(detokenize|tokenize|pooling|classify|(v[12]/)?(embed|embeddings|rerank|score)|generative_scoring|v1/audio/.*|"
+    r".*/derender|v1/messages/count_tokens|fault_tolerance/apply|scale_elastic_ep|v1/(un)?load_lora_adapter|v1/responses/\{.*|"
+    "(is|init|start|finish|shutdown|update|reset|release|abort|stop|weight|wake|collective)_.*|ping|pause|resume|sleep)"
+)
+
+
+@pytest.mark.parametrize("folder", [os.path.dirname(vllm.__file__), os.environ.get("SPECPLUS_OTHER_VLLM", "none")])
+def test_every_route_with_a_prompt_is_known(folder: str) -> None:
+    if folder == "none":
+        pytest.skip("ci/test.sh unpacks another version and names it")
+    sources = [path.read_text() for path in Path(folder).rglob("entrypoints/**/*.py")]
+    found = {route for text in sources for route in re.findall(r"""\.post\(\s*"(/[^"]+)\"""", text)}
+    assert len(found) > 30
+    known = {CHAT, TEXT, INVOCATIONS, *OTHER_ROUTES}
+    assert {route for route in found - known if not WITHOUT_DRAFTS.fullmatch(route)} == set()
 
 
 @pytest.mark.parametrize("path", OTHER_ROUTES)

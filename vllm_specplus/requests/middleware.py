@@ -43,6 +43,8 @@ _OTHER_PATHS = (
     "/v1/responses",
     "/v1/messages",
     "/v1/systemone",
+    "/v1/decisions",
+    "/inference/v1/generate",
     "/cohere/v2/chat",
     # These turn a request into tokens and parameters, for another server to run.
     "/v1/chat/completions/render",
@@ -62,7 +64,7 @@ class PredictedOutputs:
 
     It acts on POSTs of JSON to the chat completions, completions and ``/invocations``. Outside of ``vllm_xargs`` it
     refuses the plugin's fields at vLLM's batch of chat completions, Responses, Messages, structured decisions and
-    Cohere's chat. So it does at the routes that render requests.
+    Cohere's chat. So it does at the route for token ids, and at those that render requests.
 
     The plugin's fields do not go to vLLM: their meaning waits in `check.handover`. A request with a reference gets
     ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` in its usage. A request with ``aux_info: true``
