@@ -176,7 +176,8 @@ class AdaptiveFiller(SlotFiller):
         yield number or None
         if number:
             prices = self._prices_of_steps
-            prices.expect_passes(number)
+            with self._requests.live_requests.faults.caught("counting"):
+                prices.expect_passes(number)
             self._passes = _Passes(number, began, Clock(self._device), prices.is_counted)
 
     def _begin_step(self, input_batch: Any) -> None:
@@ -323,10 +324,11 @@ class AdaptiveFiller(SlotFiller):
         self._planned = int(values[kernels.NUM_TOTALS])
         self._account.add_tokens(num_new, len(report.indices), self._step_price)
         self._account.add(profit)
-        self._prices_of_steps.add_tokens(num_new)
         is_same = self._generation[report.indices] == report.generation
         self._is_awake[report.indices[is_same]] = credits[is_same] != ASLEEP
-        if report.passes is not None:
-            number, began, ended, is_counted = report.passes
-            seconds = began.seconds_until(ended)
-            self._prices_of_steps.add_past_passes(number, seconds, len(report.indices), is_counted=is_counted)
+        with self._requests.live_requests.faults.caught("counting"):
+            self._prices_of_steps.add_tokens(num_new)
+            if report.passes is not None:
+                number, began, ended, is_counted = report.passes
+                seconds = began.seconds_until(ended)
+                self._prices_of_steps.add_past_passes(number, seconds, len(report.indices), is_counted=is_counted)

@@ -149,7 +149,8 @@ class Drafting:
         draft_tokens = self.draft_tokens[: input_batch.num_reqs]
         if model_drafts is None:
             model_drafts = draft_tokens[:, :0]
-        self.requests.count_steps(input_batch, num_sampled)
+        with self._faults.caught("counting"):
+            self.requests.count_steps(input_batch, num_sampled)
         # Kernels are compiled for all K slots, and the limits keep to the width of this step.
         limits = self.requests.limits_of(input_batch, num_sampled, width)
         arrival = None
