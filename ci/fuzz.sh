@@ -3,12 +3,13 @@
 #   verify    verify_draft_tokens on both backends, with guards around every buffer
 #   config    configs, by hypothesis
 #   json      configs as JSON text, by coverage (atheris)
-#   bodies    HTTP bodies and messages to workers, in one process
-#   sockets   HTTP requests, byte by byte, to a real server
+#   bodies    HTTP bodies, in one process with a server
+#   messages  messages to workers
+#   sockets   HTTP requests, byte by byte, to a real server; SPECPLUS_FUZZ_SEED in the environment repeats them
 # A finding ends its own run alone. Logs go to fuzz/NAME.log.
 cd "$(dirname "$0")/.."
 minutes=${1:-60}
-all=(verify sockets bodies config json)
+all=(verify sockets bodies messages config json)
 names=("${@:2}")
 source ci/setup.sh
 [[ $minutes =~ ^[1-9][0-9]*$ ]] || fail "MINUTES $minutes is not allowed: a whole number from 1 on"
@@ -19,8 +20,9 @@ done
 export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1 OMP_NUM_THREADS=1
 mkdir -p fuzz
 
-# Runs tests again and again until the time is over.
+# Runs tests again and again until the time is over, with other examples each time.
 again() {
+  unset SPECPLUS_FUZZ_SEED
   local end=$((SECONDS + 60 * minutes)) runs=0
   while ((SECONDS < end)); do
     pytest -q -o timeout=0 --hypothesis-profile random "$@" || return 1
@@ -40,8 +42,12 @@ fuzz() {
       tests/verify/test_torch_backend.py::test_equals_reference ;;
     config) again tests/config/test_properties.py ;;
     json) json ;;
-    bodies) again tests/requests/test_fuzz.py ;;
-    sockets) SPECPLUS_SOAK_SECONDS=$((60 * minutes)) pytest -q -s tests/soak/test_soak.py::test_raw_requests ;;
+    bodies) again tests/requests/test_fuzz.py::test_bodies ;;
+    messages) again tests/requests/test_fuzz.py::test_worker_messages ;;
+    sockets)
+      export SPECPLUS_FUZZ_SEED=${SPECPLUS_FUZZ_SEED:-$RANDOM$RANDOM} SPECPLUS_SOAK_SECONDS=$((60 * minutes))
+      pytest -q -s tests/soak/test_soak.py::test_raw_requests
+      ;;
   esac
 }
 

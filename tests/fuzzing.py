@@ -8,6 +8,8 @@ from hypothesis import seed
 
 _Test = TypeVar("_Test", bound=Callable[..., None])
 _SEED = os.environ.get("SPECPLUS_FUZZ_SEED")
+SEED = int(_SEED or 0)
+"""For random cases that hypothesis does not draw."""
 
 
 def fuzz(test: _Test) -> _Test:

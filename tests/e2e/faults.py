@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.distributed.parallel_state import get_tp_group
 
 from tests.e2e.engines import PROMPTS, Engine
 from tests.e2e.references import ask, stats
@@ -96,6 +97,18 @@ def fail_in_worker(worker: Any, place: str) -> None:
     owner, name = place.rsplit(".", 1)
     is_hit = reads_the_faulty if name == "match" else at_calls(3)
     worker.fault = fault(pkgutil.resolve_name(owner), name, is_hit)
+    worker.hits = worker.fault.__enter__()
+
+
+def fail_in_first_worker(worker: Any, place: str) -> None:
+    """Run in a worker: let a function fail in the first one of the group until `recover_in_worker`.
+
+    Args:
+        worker: vLLM's.
+        place: the function's full name.
+    """
+    owner, name = place.rsplit(".", 1)
+    worker.fault = fault(pkgutil.resolve_name(owner), name, lambda *args, **kwargs: get_tp_group().is_first_rank)
     worker.hits = worker.fault.__enter__()
 
 

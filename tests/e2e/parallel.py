@@ -7,9 +7,16 @@ from typing import Any
 from vllm.distributed.parallel_state import get_tp_group
 
 from tests.e2e.engines import Engine
-from tests.e2e.faults import FAULTY, OTHERS, fail_in_worker, let_drafts_pay_in_worker, recover_in_worker
+from tests.e2e.faults import (
+    FAULTY,
+    OTHERS,
+    fail_in_first_worker,
+    fail_in_worker,
+    let_drafts_pay_in_worker,
+    recover_in_worker,
+)
 from tests.e2e.references import ask
-from vllm_specplus.proposers.costs import Costs
+from vllm_specplus.proposers.costs import Costs, Pace
 
 # Requests that are sampled: by noise of their own, and by the engine's.
 SAMPLED: list[dict[str, Any]] = [{"temperature": 0.9, "top_p": 0.95, "seed": 11}, {"temperature": 0.9}]
@@ -106,32 +113,44 @@ def check_faults_of_all_workers(e: Engine, places: Iterable[str], texts: list[li
     """
     references = [{"sp_advice_prompt_token_ids": text} for text in texts[:2]] + [{}] * (len(texts) - 2)
 
-    def run() -> dict[str, Any]:
+    def run() -> list[dict[str, Any]]:
         assert ask(e, PROMPTS_OF_FAULTS, references, max_tokens=max_tokens) == texts
-        first, last = e.llm.collective_rpc("specplus_stats")
-        assert first == last
         for what in ("drafts", "choices"):
             of_first, of_last = of_workers(e, what)
             assert of_first == of_last
             assert len(of_first) > 10
+        return e.llm.collective_rpc("specplus_stats")
+
+    def run_alike() -> dict[str, Any]:
+        first, last = run()
+        assert first == last
         return first
 
     e.llm.collective_rpc(let_drafts_pay_in_worker)
     e.llm.collective_rpc(record_drafts)
     e.llm.collective_rpc(record_choices)
-    found = run()
+    found = run_alike()
     assert not found["faults"]
     for place in places:
         before, part = found["faults"], "counting" if place.endswith("count_drafts") else "drafting"
         e.llm.collective_rpc(fail_in_worker, args=(place,))
-        found = run()
+        found = run_alike()
         hits, hits_of_last = e.llm.collective_rpc(recover_in_worker)
         assert hits == hits_of_last > 0, place
         assert found["faults"] == before | {part: found["faults"].get(part, 0)}, place
         assert found["faults"][part] > before.get(part, 0), place
     # Afterwards all of them draft again.
-    after = run()
+    after = run_alike()
     assert after["faults"] == found["faults"]
     assert after["entries"]["requests"] == 0
     for source in ("model", "suffix", "reference"):
         assert sum(after["drafted"][source]) > sum(found["drafted"][source]), source
+    # All of them wait for the first one's prices.
+    e.llm.collective_rpc(fail_in_first_worker, args=(f"{Pace.__module__}.Pace.prices",))
+    for _ in range(2):
+        first, last = run()
+    hits, hits_of_last = e.llm.collective_rpc(recover_in_worker)
+    assert hits > 0 == hits_of_last
+    assert last == after | {name: last[name] for name in ("drafted", "accepted")}
+    counting = after["faults"].get("counting", 0) + hits
+    assert first == last | {"faults": after["faults"] | {"counting": counting}}

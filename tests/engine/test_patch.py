@@ -415,6 +415,23 @@ def test_limit_of_suffix_trees_is_logged(
     assert line in lines[0]
 
 
-def test_workers_of_a_machine_share_the_limit() -> None:
+@pytest.mark.parametrize(
+    ("parallel", "num_workers"),
+    [
+        ({"tensor_parallel_size": 2}, 2),
+        ({"data_parallel_size": 4}, 4),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2}, 2),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 2}, 4),
+    ],
+)
+def test_workers_of_a_machine_share_the_limit(
+    parallel: dict[str, int], num_workers: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "machine_memory", lambda: 2**34)
+    built = engine_args(tiny, SUFFIX, **parallel).create_engine_config().speculative_config
+    assert built.specplus.suffix_decoding_max_cached_tokens == 2**30 // num_workers // 640
+
+
+def test_the_limit_comes_from_the_memory() -> None:
     assert setup.default_cached_tokens(2**34, 4) == 2**28 // 640
     assert setup.machine_memory() > 2**28

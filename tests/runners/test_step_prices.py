@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_specplus.runners import step_prices
+from vllm_specplus.runners.faults import Faults
 from vllm_specplus.runners.step_prices import StepPrices
 
 
@@ -27,6 +28,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(step_prices, "time", SimpleNamespace(perf_counter=lambda: now.time))
     monkeypatch.setattr(step_prices, "get_tp_group", lambda: now.group)
     return now
+
+
+def make_prices() -> StepPrices:
+    return StepPrices(Faults(logs=False))
 
 
 def step(num_drafts: int, *, new: bool = False, running: int = 1, tokens: int | None = None) -> Any:
@@ -66,14 +71,14 @@ def play_prompts(prices: StepPrices, num_steps: int, seconds: float) -> None:
 
 
 def test_slots_cost_what_the_clock_tells(clock: SimpleNamespace) -> None:
-    prices = StepPrices()
+    prices = make_prices()
     play(prices, clock, 300)
     # Two tokens in 1.4 s, and .1 s for a slot.
     assert prices.agree(1).slot == pytest.approx(0.1 * 2 / 1.4, rel=0.15)
 
 
 def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
-    prices = StepPrices()
+    prices = make_prices()
     play_with_passes(prices, clock, 100, num_drafts=3)
     found = prices.agree(1)
     assert found.first_pass == found.later_pass == pytest.approx(0.25 * 3 / 1.5)
@@ -81,19 +86,19 @@ def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
 
 
 def test_passes_over_prompts_are_told_once(clock: SimpleNamespace) -> None:
-    prices = StepPrices()
+    prices = make_prices()
     play(prices, clock, 8)
     play_prompts(prices, 3, 2.8)
     found = prices.agree(1)
     # The first two may have compiled something.
     assert found.prompt_passes == pytest.approx(2.8 / 1.35, rel=0.05)
-    assert found.first_pass == pytest.approx(StepPrices().agree(1).first_pass * found.step)
+    assert found.first_pass == pytest.approx(make_prices().agree(1).first_pass * found.step)
     assert [prices.agree(1).prompt_passes for _ in range(8)][-1] == 0
 
 
 def test_all_requests_wait_for_passes_over_a_prompt(clock: SimpleNamespace) -> None:
     """What usual passes take is charged elsewhere."""
-    prices = StepPrices()
+    prices = make_prices()
     play_with_passes(prices, clock, 20, num_drafts=0)
     play_prompts(prices, 2, 2.5)
     with_prompt = step(0, new=True)
@@ -105,7 +110,7 @@ def test_all_requests_wait_for_passes_over_a_prompt(clock: SimpleNamespace) -> N
 
 def test_expected_passes_never_take_all_of_a_step(clock: SimpleNamespace) -> None:
     """Their usual time may be more than they took."""
-    prices = StepPrices()
+    prices = make_prices()
     for _ in range(3):
         prices.add_past_passes(2, 5.0, 1, is_counted=True)
     for num_drafts in range(9):
@@ -121,7 +126,7 @@ def test_expected_passes_never_take_all_of_a_step(clock: SimpleNamespace) -> Non
 
 
 def test_nothing_is_charged_before_a_step_is_known(clock: SimpleNamespace) -> None:
-    prices = StepPrices()
+    prices = make_prices()
     play_prompts(prices, 3, 3.0)
     assert prices.agree(1).prompt_passes == 0
     clock.time += 3.0
@@ -132,14 +137,14 @@ def test_nothing_is_charged_before_a_step_is_known(clock: SimpleNamespace) -> No
 
 @pytest.mark.parametrize("what", [{"new": True}, {"tokens": 500}, {"running": 0}])
 def test_steps_with_prompts_and_idle_times_are_not_counted(clock: SimpleNamespace, what: dict[str, Any]) -> None:
-    prices, before = StepPrices(), StepPrices().agree(1)
+    prices, before = make_prices(), make_prices().agree(1)
     play(prices, clock, 50, **what)
     assert prices.agree(1) == before
 
 
 def test_prices_stand_for_eight_steps_and_are_the_first_workers(clock: SimpleNamespace) -> None:
     clock.group = Group(world_size=2)
-    prices = StepPrices()
+    prices = make_prices()
     for _ in range(16):
         play(prices, clock, 1)
         assert prices.agree(1) is clock.group.sent[0]
@@ -148,13 +153,13 @@ def test_prices_stand_for_eight_steps_and_are_the_first_workers(clock: SimpleNam
 
 def test_what_no_prices_are_asked_for_does_not_pile_up(clock: SimpleNamespace) -> None:
     """Steps are entered with the next prices, which nobody asks for while nothing drafts."""
-    prices = StepPrices()
+    prices = make_prices()
     longest = 0
     for _ in range(100):
         play(prices, clock, 1)
         longest = max(longest, len(prices._postponed))
     assert 0 < longest < 50
-    asked = StepPrices()
+    asked = make_prices()
     for _ in range(100):
         play(asked, clock, 1)
         asked.agree(1)
@@ -165,10 +170,46 @@ def test_what_no_prices_are_asked_for_does_not_pile_up(clock: SimpleNamespace) -
 def test_a_step_that_cannot_be_entered_is_not_entered_again(
     clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prices = StepPrices()
+    prices = make_prices()
     play(prices, clock, 3)
     with monkeypatch.context() as broken:
         broken.setattr(prices._meter, "add_step", None)
-        with pytest.raises(TypeError):
-            prices.agree(1)
-    assert prices.agree(1) == StepPrices().agree(1)
+        assert prices.agree(1) == make_prices().agree(1)
+    assert prices._faults.counts == {"counting": 1}
+    assert [prices.agree(1) for _ in range(8)][-1] == make_prices().agree(1)
+    assert prices._faults.counts == {"counting": 1}
+
+
+@pytest.mark.parametrize("faulty", ["first", "last"])
+@pytest.mark.parametrize(("part", "name"), [("_meter", "costs"), ("_pace", "prices"), ("_meter", "add_step")])
+@pytest.mark.parametrize("begin", [0, 16])
+def test_a_fault_of_one_worker_leaves_none_waiting(
+    begin: int, part: str, name: str, faulty: str, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    clock.group = SimpleNamespace(world_size=2, broadcast_object=lambda prices: sent.append(prices) or prices)
+    workers = {"first": make_prices()}
+    # It would wait for ever where nothing has been sent.
+    clock.group = SimpleNamespace(world_size=2, broadcast_object=lambda prices: sent.pop(0))
+    workers["last"] = make_prices()
+    found = []
+    with monkeypatch.context() as broken:
+        for i in range(48):
+            if i == begin:
+                broken.setattr(getattr(workers[faulty], part), name, None)
+            if i == begin + 16:
+                broken.undo()
+            for prices in workers.values():
+                prices.begin_step(step(i % 9))
+                prices.add_tokens(2)
+            clock.time += 1 + 0.1 * (i % 9)
+            found.append(workers["first"].agree(1))
+            assert workers["last"].agree(1) is found[-1]
+            assert sent == []
+    other = {"first": "last", "last": "first"}[faulty]
+    assert workers[faulty]._faults.counts["counting"] >= 1
+    assert workers[other]._faults.counts == {}
+    if faulty == "first":
+        # The prices of before stand until the fault is over.
+        assert found[begin] == found[begin + 15] != found[-1]
+        assert found[begin] == found[max(begin - 1, 0)]

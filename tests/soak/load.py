@@ -101,7 +101,7 @@ WRONG = [
     Kind("a prediction of no form", {"prompt": "x"}, {"prediction": {"type": "content"}}),
     Kind("no such option", {"prompt": "x"}, {"vllm_xargs": {"sp_nonsense": 1}}),
     Kind("max_tokens of 0", {"prompt": "x", "max_tokens": 0}),
-    Kind("a prompt too long", {"prompt": "x" * 2000}),
+    Kind("a prompt too long", {"prompt": "x" * 8000}),
 ]
 
 
@@ -159,10 +159,9 @@ class Clients:
         return await create(model="tiny", stream=kind.streams, **kind.options, extra_body=kind.extra or None)
 
     async def take_turns(
-        self, kinds: list[Kind], answers: dict[str, Answer], until: float, seed: int, to: Tally
+        self, kinds: list[Kind], answers: dict[str, Answer], until: float, rng: random.Random, to: Tally
     ) -> None:
         """Send one request after another until a time of `time.monotonic`."""
-        rng = random.Random(seed)
         while time.monotonic() < until:
             if rng.random() < 0.1:
                 await self._send_wrong(rng.choice(WRONG), to)
@@ -256,10 +255,10 @@ async def answers_alone(clients: Clients, kinds: list[Kind]) -> dict[str, Answer
 
 
 async def soak(
-    clients: Clients, kinds: list[Kind], answers: dict[str, Answer], num_clients: int, seconds: float
+    clients: Clients, kinds: list[Kind], answers: dict[str, Answer], num_clients: int, seconds: float, seed: int
 ) -> Tally:
-    """Let clients ask at the same time."""
+    """Let clients ask at the same time; a seed sets what each of them does."""
     tally, until = Tally(), time.monotonic() + seconds
-    turns = (clients.take_turns(kinds, answers, until, seed, tally) for seed in range(num_clients))
-    await asyncio.gather(*turns)
+    choices = (random.Random(f"client {i} of {seed}") for i in range(num_clients))
+    await asyncio.gather(*(clients.take_turns(kinds, answers, until, rng, tally) for rng in choices))
     return tally

@@ -7,9 +7,10 @@ from collections import Counter
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.requests.stand_ins import CHAT, INVOCATIONS, OTHER_ROUTES, TEXT
 from vllm_specplus.requests.options import HANDOVER_ENTRY, KEYS, RESOLVED_ENTRY, SCOPE_ENTRY
 
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/invocations", "/v1/responses", "/v1/messages", "/specplus/stats")
+_PATHS = (CHAT, TEXT, INVOCATIONS, *OTHER_ROUTES, "/specplus/stats")
 _NAMES = [*KEYS, RESOLVED_ENTRY, HANDOVER_ENTRY, SCOPE_ENTRY, "x"]
 _NUM_AT_ONCE = 20
 _SECONDS_TO_WAIT = 20.0
@@ -56,9 +57,8 @@ def _request(rng: random.Random) -> bytes:
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-async def send_raw_bytes(address: str, number: int, seed: int = 0) -> Counter[int]:
+async def send_raw_bytes(address: str, number: int, rng: random.Random) -> Counter[int]:
     """Send some requests, each on a connection of its own; the statuses that they got, or `CLOSED` or `SILENT`."""
-    rng = random.Random(seed)
     url, turns = urlsplit(address), asyncio.Semaphore(_NUM_AT_ONCE)
 
     async def send(data: bytes) -> int:

@@ -27,6 +27,7 @@ class ServerState:
 def _sizes(engine_client: Any) -> dict[str, int]:
     return {
         "options": len(handover),
+        "bytes of references": handover.num_bytes,
         "questions to workers": len(count_tasks),
         "counted steps": len(step_counter),
         "answers of vLLM": len(engine_client.output_processor.request_states),

@@ -90,6 +90,30 @@ def test_arguments_may_be_strided(name: str) -> None:
     assert torch.equal(getattr(inputs, name).double(), values[name].double())
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("has_filters", [False, True])
+def test_arguments_may_require_gradients(strategy: str, temperature: float, has_filters: bool) -> None:
+    args = arguments(strategy=strategy, temperature=torch.tensor([temperature, 1.0]))
+    if has_filters:
+        args |= {"top_p": torch.tensor([0.7, 0.9]), "min_p": torch.tensor([0.1, 0.0])}
+    if strategy == "rejection":
+        args["draft_logits"] = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    expected = verify_draft_tokens(**args)
+    leaves = {
+        name: value.clone().requires_grad_()
+        for name, value in args.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    # Like the outputs of a model, which are no leaves.
+    outputs = {name: value * 1 for name, value in leaves.items()}
+    for with_gradients in (leaves, outputs):
+        found = verify_draft_tokens(**args | with_gradients)
+        assert torch.equal(found.token_ids, expected.token_ids)
+        assert torch.equal(found.num_tokens, expected.num_tokens)
+        assert not found.token_ids.requires_grad
+
+
 def test_same_arguments_same_tokens() -> None:
     for strategy in STRATEGIES:
         args = arguments(strategy=strategy, top_p=torch.tensor([0.7, 0.9]))

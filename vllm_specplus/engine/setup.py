@@ -23,7 +23,7 @@ logger = init_logger("vllm.specplus")
 _DEFAULT_VERIFIER_ON_V1 = (None, "standard", "block")
 # The methods that vLLM runs on V1 alone; the plugin's own suffix decoding runs on both.
 _METHODS_OF_V1 = ("medusa", "custom_class")
-# All tensor-parallel workers of a machine together give this part of its memory to shared suffix trees.
+# All workers on a machine that are started together give this part of its memory to shared suffix trees.
 _MEMORY_SHARE = 16
 # Above what docs/limits.md says was measured.
 BYTES_PER_CACHED_TOKEN = 640
@@ -104,6 +104,7 @@ def with_cached_token_limit(setup: EngineSetup) -> EngineSetup:
     """The engine with a limit of the tokens in shared suffix trees, by the machine's memory where the user names none.
 
     A worker of a tensor-parallel group has trees of its own; all of them get the same limit, so they draft the same.
+    The data-parallel engines that are started together on this machine share its memory.
     """
     options = setup.options
     if not options.caches_answers:
@@ -119,7 +120,7 @@ def with_cached_token_limit(setup: EngineSetup) -> EngineSetup:
         return setup
     limit = options.suffix_decoding_max_cached_tokens
     if limit is None:
-        limit = default_cached_tokens(machine_memory(), setup.parallel_config.tensor_parallel_size)
+        limit = default_cached_tokens(machine_memory(), _drafting_workers_of_machine(setup.parallel_config))
         options = options.model_copy(update={"suffix_decoding_max_cached_tokens": limit})
     logger.info(
         "suffix_decoding_max_cached_tokens=%d: shared suffix trees take about %.2f GiB at most in each "
@@ -133,6 +134,11 @@ def with_cached_token_limit(setup: EngineSetup) -> EngineSetup:
 def default_cached_tokens(memory: int, num_workers: int) -> int:
     """The limit of tokens in the shared suffix trees of each of `num_workers` on a machine of `memory` bytes."""
     return max(1, memory // (_MEMORY_SHARE * num_workers * BYTES_PER_CACHED_TOKEN))
+
+
+def _drafting_workers_of_machine(parallel_config: ParallelConfig) -> int:
+    """The workers with suffix trees on this machine; vLLM's local size is 0 where engines are started apart."""
+    return parallel_config.tensor_parallel_size * max(parallel_config.data_parallel_size_local, 1)
 
 
 def machine_memory() -> int:

@@ -9,6 +9,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.proposers.costs import CostMeter, Pace
+from vllm_specplus.runners.faults import Faults
 
 _PERIOD = 8  # drafting steps between two looks at the clock's results
 _MOST_POSTPONED = 3 * _PERIOD  # more than between two prices, where each step drafts
@@ -31,9 +32,13 @@ class StepPrices:
 
     A step's time runs from its begin to the next one's, so it has the scheduler's part too. Steps with prompts are not
     counted, nor those after which the worker waited for a request.
+
+    Args:
+        faults: of the worker.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
         self._meter, self._pace = CostMeter(), Pace()
         self._group = get_tp_group()
         self._began = 0.0
@@ -43,7 +48,7 @@ class StepPrices:
         self._num_reqs = 0  # of the step that runs
         self._prompts_time = 0.0  # of passes over prompts, for each request that waited; since the last prices
         self._num_steps = 0
-        self._prices: Prices | None = None
+        self._prices = self._pace.prices(self._meter.costs(1), 1)
         self._postponed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     @property
@@ -96,18 +101,28 @@ class StepPrices:
             self._postpone(self._enter_prompt_passes, num_passes, num_reqs, seconds)
 
     def agree(self, num_reqs: int) -> Prices:
-        """The prices for this step's drafts; each worker of a group has to ask in each step that drafts."""
-        if self._prices is None or self._num_steps % _PERIOD == 0:
-            self._catch_up()
-            num_reqs = max(num_reqs, 1)
-            costs = self._meter.costs(num_reqs)
-            prices = self._pace.prices(costs, num_reqs)
-            if self._meter.has_steps:
-                prices = replace(prices, prompt_passes=self._prompts_time / costs.step)
-                self._prompts_time = 0.0
-            self._prices = self._group.broadcast_object(prices) if self._group.world_size > 1 else prices
+        """The prices for this step's drafts; each worker of a group has to ask in each step that drafts.
+
+        After a fault they are those of the step before.
+        """
+        if self._num_steps % _PERIOD == 0:
+            # All workers wait for the first one's prices, so it has to send some.
+            with self._faults.caught("counting"):
+                self._prices = self._own_prices(max(num_reqs, 1))
+            if self._group.world_size > 1:
+                self._prices = self._group.broadcast_object(self._prices)
         self._num_steps += 1
         return self._prices
+
+    def _own_prices(self, num_reqs: int) -> Prices:
+        """The prices by this worker's clock."""
+        self._catch_up()
+        costs = self._meter.costs(num_reqs)
+        prices = self._pace.prices(costs, num_reqs)
+        if self._meter.has_steps:
+            prices = replace(prices, prompt_passes=self._prompts_time / costs.step)
+            self._prompts_time = 0.0
+        return prices
 
     def _enter_step(self, num_drafts: int, num_reqs: int, num_emitted: int, seconds: float, passes_time: float) -> None:
         in_passes = min(passes_time, _MOST_IN_PASSES * seconds)

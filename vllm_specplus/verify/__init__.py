@@ -17,6 +17,7 @@ __all__ = ["BACKENDS", "POLICIES", "STRATEGIES", "VerifyOutput", "verify_draft_t
 BACKENDS = ("auto", "torch", "triton")
 
 
+@torch.no_grad()
 def verify_draft_tokens(
     logits: torch.Tensor,
     cu_num_rows: torch.Tensor,
@@ -45,7 +46,8 @@ def verify_draft_tokens(
 
     Args:
         logits: ``[num_rows, vocab]`` float32, bfloat16 or float16, any strides, not changed:
-            target logits after penalties, bias and grammar, before temperature.
+            target logits after penalties, bias and grammar, before temperature. Arguments may require gradients, but
+            none flow.
         cu_num_rows: ``[num_reqs + 1]`` int32 or int64: request r has the rows ``cu[r]`` to
             ``cu[r + 1] - 1``. The last of them is its bonus row. A request without rows gets no token.
         draft_token_ids: ``[num_rows]`` int64 or int32: the draft tested at each row; -1 where

@@ -9,7 +9,7 @@ from tests.e2e.dying_engine import ENVIRONMENT, OPTIONS, check_a_dying_engine
 from tests.e2e.serving import serve
 from tests.e2e.v1.test_predicted_outputs import CONFIG
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.slow]
+pytestmark = pytest.mark.interpreter
 
 
 def test_an_engine_that_dies(trained: Path, tmp_path: Path) -> None:

@@ -7,11 +7,22 @@ import numpy as np
 import pytest
 
 from tests.e2e.engines import engine
-from tests.e2e.faults import FAULTY, OTHERS, at_calls, check_alive, check_faults, fault, reads_the_faulty
+from tests.e2e.faults import (
+    FAULTY,
+    OTHERS,
+    at_calls,
+    check_alive,
+    check_faults,
+    fault,
+    let_drafts_pay,
+    reads_the_faulty,
+)
 from tests.e2e.references import ask, config_of, stats
 from tests.e2e.v2.engines import async_engine
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.proposers.suffix import SuffixMatcher
+from vllm_specplus.runners.live_requests import LiveRequest
+from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.runners.v2 import adaptive, fillers
 from vllm_specplus.runners.v2 import requests as v2_requests
 from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
@@ -22,6 +33,12 @@ from vllm_specplus.runners.v2.requests import RequestTracker
 pytestmark = pytest.mark.interpreter
 
 PROMPTS = [*OTHERS[:2], FAULTY]
+NUM_DRAFTS = 5  # of `mtp_ngram` in a step
+
+
+@pytest.fixture(autouse=True)
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_drafts_pay(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +100,40 @@ def test_any_other_fault_costs_the_batch_its_drafts_or_its_counts(
     expected: list[list[int]],
     log: pytest.LogCaptureFixture,
 ) -> None:
-    places: list[tuple[Any, str]] = [(RequestTracker, "count_steps"), (RequestTracker, "limits_of")]
-    places += [(TokenCopier, "advance")]
+    places: dict[str, list[tuple[Any, str]]] = {
+        "drafting": [(RequestTracker, "limits_of"), (TokenCopier, "advance")],
+        "counting": [(RequestTracker, "count_steps"), (v2_requests, "count_drafts")],
+        "requests": [(LiveRequest, "__init__")],
+    }
     if is_adaptive:
-        places += [
+        places["drafting"] += [
             (AdaptiveFiller, name) for name in ("_plan_passes", "_judge", "_choose", "_settle", "_read", "begin")
         ]
-        places += [(adaptive.kernels, "offer_ngrams")]
+        places["drafting"] += [(adaptive.kernels, "offer_ngrams")]
+        places["counting"] += [(StepPrices, name) for name in ("add_tokens", "expect_passes", "add_past_passes")]
+        places["requests"] += [(StepPrices, "begin_step")]
     else:
-        places += [(fillers, "fill_drafts"), (ReferencesFirst, "fill"), (RequestTracker, "put_references_first")]
+        places["drafting"] += [
+            (fillers, "fill_drafts"),
+            (ReferencesFirst, "fill"),
+            (RequestTracker, "put_references_first"),
+        ]
     references = [{"sp_advice_prompt_token_ids": text} for text in expected[:3]]
     start = async_engine if is_async else engine
     with start(trained, config_of("mtp_ngram", draft, adaptive=is_adaptive)) as e:
-        for i, (owner, name) in enumerate(places):
-            with fault(owner, name, at_calls(2)) as hits:
-                assert ask(e, PROMPTS, references, max_tokens=24) == expected[:3], name
-            assert hits == [0], name
-            assert stats(e)["faults"] == {"drafting": i + 1}
-        with fault(v2_requests, "count_drafts", at_calls(2)) as hits:
-            assert ask(e, PROMPTS, references, max_tokens=24) == expected[:3]
-        assert hits == [0]
-        check_faults(e, "drafting", log)
-        check_faults(e, "counting", log)
+        for part, of_part in places.items():
+            for i, (owner, name) in enumerate(of_part):
+                before = stats(e)
+                with fault(owner, name, at_calls(2)) as hits:
+                    assert ask(e, PROMPTS, references, max_tokens=24) == expected[:3], name
+                assert hits == [0], name
+                after = stats(e)
+                assert after["faults"] == before["faults"] | {part: i + 1}, name
+                if part == "counting":
+                    # Drafts go on: in the steps before the fault fewer than these can be accepted.
+                    accepted, accepted_before = (sum(map(sum, found["accepted"].values())) for found in (after, before))
+                    assert accepted - accepted_before > 2 * NUM_DRAFTS * len(PROMPTS), name
+            check_faults(e, part, log)
         if is_adaptive:
             with fault(AdaptiveFiller, "end", lambda *args: True) as hits:
                 assert ask(e, PROMPTS, references, max_tokens=24) == expected[:3]

@@ -80,6 +80,7 @@ def test_a_fault_in_the_rows_costs_the_drafts(is_adaptive: bool, fails: bool, mo
         else SimpleNamespace(matcher=SimpleNamespace(retain=lambda req_ids: None), draft=lambda *args: drafts),
     )
     choice = SimpleNamespace(to_lists=lambda: drafts.token_ids, num_model=drafts.num_model)
+    monkeypatch.setattr(module, "_set_prices", lambda *args: None)
     monkeypatch.setattr(module, "_plan_passes", lambda *args: 2)
     monkeypatch.setattr(module, "_choose", lambda *args: choice)
     if fails:

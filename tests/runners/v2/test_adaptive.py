@@ -111,6 +111,7 @@ class Engine:
             idx_mapping_np=np.array(indices, np.intp),
             seq_lens_cpu_upper_bound=self.total_len[indices],
         )
+        self.drafting.begin_step(batch)
         with self.drafting.passes(batch, min(NUM_STEPS, width)) as num_passes:
             drafts = None if num_passes is None else torch.full((len(indices), num_passes), 7)
         self.drafting.fill(batch, drafts, num_sampled, width, draft_logits)

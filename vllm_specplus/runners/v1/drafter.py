@@ -107,6 +107,8 @@ class HistoryDrafter:
         """Draft for each request; arguments and result are those of vLLM's custom proposers."""
         req_ids = self._history.req_ids(len(sampled_token_ids))
         with self._faults.caught("drafting", req_ids):
+            if self._adaptive is not None:
+                _set_prices(self._adaptive, self._tracker, len(req_ids))
             return self._draft(*self._history.read(sampled_token_ids, self._width))
         return [[] for _ in req_ids]
 
@@ -249,6 +251,7 @@ class HybridMixin(_Proposer):
         # After a fault the model makes all passes. So its draft cache has no gaps, and all ranks agree on the number.
         plan, num_passes = None, 0 if self._is_asleep else self._steps
         with self._faults.caught("drafting", self._req_ids()):
+            _set_prices(drafter, self._tracker, len(self._sampled_tokens))
             history, max_drafts = self._read_history(num_speculative_tokens)
             self._history.drop_idle_state(drafter.retain)
             num_passes = _plan_passes(drafter, self._tracker, history, max_drafts)
@@ -289,11 +292,15 @@ class HybridMixin(_Proposer):
         return with_one_hot_rows(model_probs, drafts, width)
 
 
-def _plan_passes(drafter: AdaptiveDrafter, tracker: RequestTracker, history: History, max_drafts: np.ndarray) -> int:
+def _set_prices(drafter: AdaptiveDrafter, tracker: RequestTracker, num_reqs: int) -> None:
+    """Set the prices of a step, first of all: no fault must keep a worker from the exchange with the others."""
     assert tracker.prices is not None
+    drafter.set_prices(tracker.prices.agree(num_reqs))
+
+
+def _plan_passes(drafter: AdaptiveDrafter, tracker: RequestTracker, history: History, max_drafts: np.ndarray) -> int:
     # Their text has gone from the history.
     drafter.withdraw(tracker.live_requests.faults.without_drafts)
-    drafter.set_prices(tracker.prices.agree(len(history.req_ids)))
     return drafter.plan(
         history, max_drafts, tracker.references(history.req_ids), without_drafts=tracker.live_requests.without_drafts()
     )

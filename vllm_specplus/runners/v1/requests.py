@@ -30,7 +30,7 @@ class RequestTracker:
         self.live_requests = LiveRequests(options, runner.model_config, warns=get_tp_group().rank_in_group == 0)
         self.scopes = SuffixScopes(options)
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
-        self.prices = StepPrices() if options.adaptive else None
+        self.prices = StepPrices(self.live_requests.faults) if options.adaptive else None
         self.drafter: AdaptiveDrafter | None = None  # is told of requests that begin
         self.has_ended = False  # whether a request has, since idle state was dropped
         self._counts = np.zeros((2, len(SOURCES), width), np.int64)

@@ -130,7 +130,6 @@ class AdaptiveFiller(SlotFiller):
         self._reports: deque[_Report] = deque()
         self._planned = steps
         self._passes: _Passes | None = None
-        self._is_in_step = False
         if self._suffix is not None:
             self._suffix.reset()
 
@@ -176,22 +175,23 @@ class AdaptiveFiller(SlotFiller):
         yield number or None
         if number:
             prices = self._prices_of_steps
-            prices.expect_passes(number)
+            with self._requests.live_requests.faults.caught("counting"):
+                prices.expect_passes(number)
             self._passes = _Passes(number, began, Clock(self._device), prices.is_counted)
 
-    def _begin_step(self, input_batch: Any) -> None:
-        """Take over what has been told of an earlier step, and the prices for this one; once a step."""
-        if self._is_in_step:
-            return
-        self._is_in_step = True
-        while len(self._reports) >= self._lag:
-            self._read(self._reports.popleft())
+    def begin_step(self, input_batch: Any) -> None:
+        """Take over what has been told of an earlier step, and the prices for this one.
+
+        No fault must keep a worker from the exchange of prices with the others.
+        """
+        with self._requests.live_requests.faults.caught("drafting", input_batch.req_ids):
+            while len(self._reports) >= self._lag:
+                self._read(self._reports.popleft())
         prices = self._prices_of_steps.agree(input_batch.num_reqs)
         if prices is not self._prices:
             self._set_prices(prices)
 
     def _plan_passes(self, input_batch: Any, most: int) -> int:
-        self._begin_step(input_batch)
         if self._arguments["makes_all_passes"]:
             return most
         if not np.any(self._is_awake[input_batch.idx_mapping_np]):
@@ -260,8 +260,6 @@ class AdaptiveFiller(SlotFiller):
 
     def _judge(self, input_batch: Any) -> None:
         """Judge the offers of the last step by the tokens that have come."""
-        self._begin_step(input_batch)
-        self._is_in_step = False
         texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu
         kernels.judge_and_update(self._state, *texts, input_batch.idx_mapping, self._totals[:1])
 
@@ -323,10 +321,11 @@ class AdaptiveFiller(SlotFiller):
         self._planned = int(values[kernels.NUM_TOTALS])
         self._account.add_tokens(num_new, len(report.indices), self._step_price)
         self._account.add(profit)
-        self._prices_of_steps.add_tokens(num_new)
         is_same = self._generation[report.indices] == report.generation
         self._is_awake[report.indices[is_same]] = credits[is_same] != ASLEEP
-        if report.passes is not None:
-            number, began, ended, is_counted = report.passes
-            seconds = began.seconds_until(ended)
-            self._prices_of_steps.add_past_passes(number, seconds, len(report.indices), is_counted=is_counted)
+        with self._requests.live_requests.faults.caught("counting"):
+            self._prices_of_steps.add_tokens(num_new)
+            if report.passes is not None:
+                number, began, ended, is_counted = report.passes
+                seconds = began.seconds_until(ended)
+                self._prices_of_steps.add_past_passes(number, seconds, len(report.indices), is_counted=is_counted)

@@ -99,6 +99,11 @@ class Drafting:
         self._copier.reset()
         self._slot_filler.reset()
 
+    def begin_step(self, input_batch: Any) -> None:
+        """Take note of a step that drafts, before its passes and before `fill`."""
+        with self._faults.caught("drafting", input_batch.req_ids):
+            self._slot_filler.begin_step(input_batch)
+
     @contextmanager
     def passes(self, input_batch: Any, most: int) -> Iterator[int | None]:
         """See `SlotFiller.passes`; after a fault the model makes all passes, so that its draft cache has no gaps."""
@@ -149,7 +154,8 @@ class Drafting:
         draft_tokens = self.draft_tokens[: input_batch.num_reqs]
         if model_drafts is None:
             model_drafts = draft_tokens[:, :0]
-        self.requests.count_steps(input_batch, num_sampled)
+        with self._faults.caught("counting"):
+            self.requests.count_steps(input_batch, num_sampled)
         # Kernels are compiled for all K slots, and the limits keep to the width of this step.
         limits = self.requests.limits_of(input_batch, num_sampled, width)
         arrival = None

@@ -67,6 +67,14 @@ class SlotFiller(Protocol):
         """Take note of a request that leaves its place, at its end or to come back later; nothing by default."""
         return
 
+    def begin_step(self, input_batch: Any) -> None:
+        """Take note of a step that drafts, before its passes and all else; nothing to do by default.
+
+        Args:
+            input_batch: vLLM's.
+        """
+        return
+
     def passes(self, input_batch: Any, most: int) -> AbstractContextManager[int | None]:
         """The draft model runs in this block, and makes as many passes as it is given; None: it is not to run.
 

@@ -60,7 +60,7 @@ class RequestTracker:
         self._history_source = SUFFIX if options.matches_suffixes else NGRAM
         self.live_requests = LiveRequests(options, vllm_config.model_config, warns=get_tp_group().rank_in_group == 0)
         self.scopes = SuffixScopes(options)
-        self.prices = StepPrices() if options.adaptive else None
+        self.prices = StepPrices(self.live_requests.faults) if options.adaptive else None
         self._requests_by_state: dict[int, LiveRequest] = {}
         self._ended_requests: Collection[str] = ()  # with this step
         self._saved_by_request: dict[str, SavedAccount] = {}
@@ -133,7 +133,7 @@ class RequestTracker:
         """Clear the counts by source and position, and what steps have cost; no request runs."""
         self._counts.zero_()
         if self.prices is not None:
-            self.prices = StepPrices()
+            self.prices = StepPrices(self.live_requests.faults)
 
     def begin(self, req_id: str, index: int) -> None:
         """Take note of a request that takes a place among the request states."""

@@ -88,6 +88,7 @@ class HistorySpeculator(BaseSpeculator):
         width = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         if dummy_run:
             return self.drafting.draft_tokens[: input_batch.num_reqs]
+        self.drafting.begin_step(input_batch)
         return self.drafting.fill(input_batch, None, num_sampled, width)
 
 
@@ -169,6 +170,7 @@ class HybridMixin(_Speculator):
             propose(num_speculative_tokens=steps)
             return self.drafting.draft_tokens[: input_batch.num_reqs]
         model_drafts = None
+        self.drafting.begin_step(input_batch)
         with self.drafting.passes(input_batch, steps) as num_passes:
             if num_passes is not None:
                 model_drafts = self._make_passes(propose, num_passes)
