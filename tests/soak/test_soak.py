@@ -48,7 +48,8 @@ class Case:
     def options(self) -> list[str]:
         options = ["--speculative-config", json.dumps(self.config), "--max-num-seqs", "64"]
         options += ["--max-num-batched-tokens", "256", "--max-model-len", "4096"]
-        return [*options, "--middleware", f"{ServerState.__module__}.ServerState"]
+        # With vLLM's routes that only render a prompt.
+        return [*options, "--enable-scale-out", "--middleware", f"{ServerState.__module__}.ServerState"]
 
 
 V1 = Case(
