@@ -67,7 +67,7 @@ def base(tiny: Path, trained: Path) -> dict[Path, Texts]:
         ("mtp_ngram", async_engine),
         ("mtp_suffix", engine),
         pytest.param("mtp_suffix", async_engine, marks=pytest.mark.slow),
-        ("draft_model_ngram", async_engine),
+        pytest.param("draft_model_ngram", async_engine, marks=pytest.mark.slow),
         pytest.param("draft_model_suffix", engine, marks=pytest.mark.slow),
         ("eagle_ngram", engine),
         pytest.param("eagle_suffix", engine, marks=pytest.mark.slow),

@@ -40,7 +40,7 @@ def plain(trained: Path) -> dict[str, list[list[int]]]:
         return texts | {"sampled": tokens(e, TWO, **SAMPLED)}
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+@pytest.fixture(scope="module", params=marked(STRATEGIES, [], slow=["topp", "greedy"]))
 def strategy(request: pytest.FixtureRequest, trained: Path, draft: Path, plain: Any) -> Iterator[tuple[str, Engine]]:
     """One engine for all tests of a strategy; `plain` comes first, since a process runs one engine at a time."""
     config = speculative("mtp_ngram", draft, verify_strategy=request.param)
@@ -179,7 +179,7 @@ WITH_TRAINED = sorted(PROPOSERS.keys() - {"naive", "mtp_ngram", "eagle_ngram"})
 
 
 @pytest.mark.parametrize(
-    "proposer", marked(WITH_TRAINED, ["mtp_ngram_override"], slow=["draft_model_ngram", "mtp_suffix"])
+    "proposer", marked(WITH_TRAINED, ["mtp_ngram_override"], slow=["draft_model_ngram", "mtp_suffix", "mtp"])
 )
 def test_seeded_text_of_target_match(proposer: str, trained: Path, draft: Path, plain: Any) -> None:
     """It is the text without speculation: the noise depends only on seed and position."""
@@ -187,7 +187,7 @@ def test_seeded_text_of_target_match(proposer: str, trained: Path, draft: Path, 
         assert tokens(e, TWO, **SAMPLED) == plain["sampled"]
 
 
-@pytest.mark.parametrize("proposer", ["mtp_ngram", "suffix"])
+@pytest.mark.parametrize("proposer", marked(["mtp_ngram", "suffix"], [], slow=["suffix"]))
 def test_policies(proposer: str, trained: Path, draft: Path, plain: dict[str, list[list[int]]]) -> None:
     accepted = {}
     for policy in ("accept_all", "reject_all"):
