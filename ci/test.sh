@@ -46,8 +46,12 @@ run() {
     v2) export VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 && path+=("$PWD/tests/triton_cpu") && select=(-m "$fast") ;;
     interpreter) export TRITON_INTERPRET=1 && select=(-m "interpreter${fast:+ and $fast}" --ignore tests/e2e) ;;
     none) select=(-m "not interpreter${fast:+ and $fast}" --ignore tests/e2e) ;;
-    lint | json)
-      if [[ $kind == lint ]]; then bash ci/lint.sh; else bash ci/fuzz.sh 1 json; fi
+    lint)
+      bash ci/lint.sh
+      return
+      ;;
+    json)
+      bash ci/fuzz.sh 1 json
       return
       ;;
   esac

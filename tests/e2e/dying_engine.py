@@ -10,18 +10,20 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from tests.e2e.serving import Server, python_path
+from tests.e2e.serving import Server, python_path, serve
+from tests.e2e.v1.test_predicted_outputs import CONFIG
 from vllm_specplus.requests.options import RESOLVED_ENTRY
 
 # The options of a server whose engine is to die, and its environment. No answer comes to its end before.
-OPTIONS = ("--worker-extension-cls", f"{__name__}.DyingWorker", "--enable-log-requests")
-OPTIONS += ("--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path()}
+_OPTIONS = ("--worker-extension-cls", f"{__name__}.DyingWorker", "--enable-log-requests")
+_OPTIONS += ("--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
+_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path()}
 _SECONDS_OF_REST = 3.0
 _NUM_RUNNING, _NUM_NEW = 6, 6
 _WINDOW = 8  # bytes, or tokens of one byte, that must not be in the log in a row
@@ -97,7 +99,14 @@ def _read(server: Server, stream: _Stream, has_begun: threading.Semaphore) -> No
                 has_begun.release()
 
 
-def check_a_dying_engine(server: Server) -> None:
+def check_a_dying_engine(model: Path, folder: Path) -> None:
+    """Start a server and let its engine die: nothing of its clients is in the log, which goes into the folder."""
+    options = ["--speculative-config", json.dumps(CONFIG), *_OPTIONS]
+    with serve(model, folder, *options, VLLM_PLUGINS="specplus", **_ENVIRONMENT) as server:
+        _let_it_die(server)
+
+
+def _let_it_die(server: Server) -> None:
     """Let the engine die: all streams end with an error, and nothing that a client wrote or got is in the log."""
     running, new = list(_streams(0, _NUM_RUNNING)), list(_streams(_NUM_RUNNING, _NUM_NEW))
     with ThreadPoolExecutor(_NUM_RUNNING + _NUM_NEW + 1) as pool:

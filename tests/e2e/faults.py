@@ -94,10 +94,7 @@ def fail_in_worker(worker: Any, place: str) -> None:
         worker: vLLM's.
         place: the function's full name.
     """
-    owner, name = place.rsplit(".", 1)
-    is_hit = reads_the_faulty if name == "match" else at_calls(3)
-    worker.fault = fault(pkgutil.resolve_name(owner), name, is_hit)
-    worker.hits = worker.fault.__enter__()
+    _begin_fault(worker, place, reads_the_faulty if place.endswith(".match") else at_calls(3))
 
 
 def fail_in_first_worker(worker: Any, place: str) -> None:
@@ -107,8 +104,12 @@ def fail_in_first_worker(worker: Any, place: str) -> None:
         worker: vLLM's.
         place: the function's full name.
     """
+    _begin_fault(worker, place, lambda *args, **kwargs: get_tp_group().is_first_rank)
+
+
+def _begin_fault(worker: Any, place: str, is_hit: Callable[..., bool]) -> None:
     owner, name = place.rsplit(".", 1)
-    worker.fault = fault(pkgutil.resolve_name(owner), name, lambda *args, **kwargs: get_tp_group().is_first_rank)
+    worker.fault = fault(pkgutil.resolve_name(owner), name, is_hit)
     worker.hits = worker.fault.__enter__()
 
 

@@ -90,11 +90,11 @@ def test_references_in_flight_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> N
         tasks = [asyncio.create_task(exchange(server.app, body_of("a" * 10))) for _ in range(most)]
         await server.until_waiting(most)
         assert handover.num_bytes == handover.max_bytes
-        assert all(options.token_ids is not None for options in handover._options.values())
+        assert all(options.token_ids is not None for options, _ in handover._entries.values())
         others = [asyncio.create_task(exchange(other.app, body_of("b", vllm_xargs={"spec_tokens": 1}))) for _ in "12"]
         await other.until_waiting(2)
         assert (len(handover), handover.num_bytes) == (most + 2, handover.max_bytes)
-        *_, first, last = handover._options.values()
+        *_, (first, _), (last, _) = handover._entries.values()
         assert first.token_ids is None is last.token_ids
         assert first.max_drafts == 1
         other.may_answer.set()

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.engine.salts import salting
 from vllm_specplus.proposers.draft_widths import DraftWidths, Plan
-from vllm_specplus.runners.faults import stack_of
+from vllm_specplus.requests.faults import stack_of
 from vllm_specplus.runners.step_prices import has_no_prompts
 
 logger = init_logger("vllm.specplus")

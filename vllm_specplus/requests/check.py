@@ -53,11 +53,11 @@ class Handover:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._options: dict[str, ResolvedOptions] = {}
-        self._num_bytes_by_key: dict[str, int] = {}
+        # The options by key, with what their reference takes.
+        self._entries: dict[str, tuple[ResolvedOptions, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._options)
+        return len(self._entries)
 
     def put(self, key: str, options: ResolvedOptions, num_bytes: int = 0) -> None:
         """Keep the options of a request that is on its way under a new key, without a reference that has no room.
@@ -73,18 +73,18 @@ class Handover:
                 scope="process",
             )
             options, num_bytes = options.model_copy(update={"token_ids": None}), 0
-        self._options[key] = options
-        self._num_bytes_by_key[key] = num_bytes
+        self._entries[key] = options, num_bytes
         self.num_bytes += num_bytes
 
     def get(self, key: Any) -> ResolvedOptions | None:
         """The options under a key; None for any other value, which a client may have written."""
-        return self._options.get(key) if isinstance(key, str) else None
+        options, _ = self._entries.get(key, (None, 0)) if isinstance(key, str) else (None, 0)
+        return options
 
     def drop(self, key: str) -> None:
         """Forget the options under a key, if there are any."""
-        self._options.pop(key, None)
-        self.num_bytes -= self._num_bytes_by_key.pop(key, 0)
+        _, num_bytes = self._entries.pop(key, (None, 0))
+        self.num_bytes -= num_bytes
 
 
 handover = Handover()

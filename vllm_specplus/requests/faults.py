@@ -11,6 +11,11 @@ from vllm_specplus.requests.options import RequestError
 logger = init_logger("vllm.specplus")
 
 
+def stack_of(error: Exception) -> str:
+    """The stack of a fault, without its message."""
+    return "".join(traceback.format_tb(error.__traceback__))
+
+
 class RequestFaults:
     """Catches faults; the first one of each part is logged."""
 
@@ -34,8 +39,7 @@ class RequestFaults:
         except Exception as error:
             if part not in self._logged:
                 self._logged.add(part)
-                stack = "".join(traceback.format_tb(error.__traceback__))
-                logger.error("a fault in %s, %s: %s\n%s", part, type(error).__name__, effect, stack)
+                logger.error("a fault in %s, %s: %s\n%s", part, type(error).__name__, effect, stack_of(error))
 
 
 request_faults = RequestFaults()

@@ -1,6 +1,5 @@
 """Faults of the plugin's own code. They cost a request its drafts or its counts, never its text or the engine."""
 
-import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
@@ -10,6 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_specplus.proposers.history import History, Match, Matcher
 from vllm_specplus.proposers.reference_text import ReferenceText
+from vllm_specplus.requests.faults import stack_of
 
 logger = init_logger("vllm.specplus")
 
@@ -19,11 +19,6 @@ _EFFECTS: dict[FaultyPart, str] = {
     "counting": "counts are incomplete",
     "requests": "what a request asked for may be ignored",
 }
-
-
-def stack_of(error: Exception) -> str:
-    """The stack of a fault, without its message."""
-    return "".join(traceback.format_tb(error.__traceback__))
 
 
 class Faults:

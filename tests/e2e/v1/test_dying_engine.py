@@ -8,18 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.dying_engine import ENVIRONMENT, OPTIONS, check_a_dying_engine, forms_in
-from tests.e2e.serving import serve
-from tests.e2e.v1.test_predicted_outputs import CONFIG
+from tests.e2e.dying_engine import check_a_dying_engine, forms_in
 
 SECRET = b"def secret(kwjx): return 42"
 IDS = list(SECRET)
 
 
 def test_an_engine_that_dies(trained: Path, tmp_path: Path) -> None:
-    options = ["--speculative-config", json.dumps(CONFIG), *OPTIONS]
-    with serve(trained, tmp_path, *options, VLLM_PLUGINS="specplus", **ENVIRONMENT) as server:
-        check_a_dying_engine(server)
+    check_a_dying_engine(trained, tmp_path)
 
 
 @pytest.mark.parametrize("width", ["<i4", "<i8"])
