@@ -26,8 +26,9 @@ NUM_TOKENS = 48
 ENGINE = {"max_model_len": 512, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
 RAY = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 200_000_000}
 START_SECONDS, END_SECONDS = 540, 120
-# Ray sends a request to either replica. All to one of them: once in 30,000 runs.
-NUM_REQUESTS = 16
+# Ray sends a request to either replica. All to one of them: once in 60,000 runs.
+# An odd number: replicas with as many requests each would report the same counts.
+NUM_REQUESTS = 17
 
 
 @pytest.fixture(scope="module")
