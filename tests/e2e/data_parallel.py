@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ NUM_TOKENS = 60
 if envs.VLLM_USE_V2_MODEL_RUNNER:
     # A step takes a tenth of a second or more under the interpreter.
     PROMPTS, NUM_TOKENS = PROMPTS[:3], 24
+CORES = sorted(os.sched_getaffinity(0))
 REQUEST: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS}
 
 
@@ -33,35 +37,72 @@ def check_two_engines(model: Path, config: dict[str, Any], texts: list[str], fol
     environment = {"VLLM_PLUGINS": "specplus", "VLLM_CPU_SIM_MULTI_NUMA": "1"}
     parallel = ("--data-parallel-size", "2", "--speculative-config", json.dumps(config), *options)
     with serve(model, folder, *parallel, **environment) as server:
-        check_predictions(server, texts)
+        accepted = _check_answers(asyncio.run(_predict(server.address, texts)), texts)
+        assert _drafted_of_references(server) >= accepted
         requests = _requests_by_engine(server)
         assert len(requests) == 2
         assert min(requests) > 0
 
 
-def check_predictions(server: Server, texts: list[str]) -> None:
-    """Every text is the plain one, every response has its counts, and the counts of all together are vLLM's."""
-    found = asyncio.run(_predict(server, texts))
+def check_two_servers(model: Path, config: dict[str, Any], texts: list[str], folder: Path) -> None:
+    """Two servers behind a balancer answer as one does, and each counts what its own engine did."""
+    options = ("--speculative-config", json.dumps(config))
+    with ExitStack() as running:
+        servers = []
+        for number, core in enumerate((CORES[0], CORES[-1])):
+            own = folder / str(number)
+            own.mkdir()
+            environment = {"VLLM_PLUGINS": "specplus", "VLLM_CPU_OMP_THREADS_BIND": str(core)}
+            servers.append(running.enter_context(serve(model, own, *options, **environment)))
+        accepted = _check_answers(asyncio.run(_predict_balanced(servers, texts)), texts)
+        assert sum(_drafted_of_references(server) for server in servers) >= accepted
+
+
+def _check_answers(found: list[Any], texts: list[str]) -> int:
+    """Every text is the plain one, and every response has its counts. The accepted tokens of all predictions."""
     assert [[choice.text for choice in each.choices] for each in found] == [*([t] for t in texts), [texts[0]] * 2]
     for each in found:
         num_tokens = len(each.choices) * NUM_TOKENS
         assert num_tokens / 2 < each.usage.completion_tokens_details.accepted_prediction_tokens < num_tokens
         assert each.aux_info["iter_count"] < num_tokens / 3
+    return sum(each.usage.completion_tokens_details.accepted_prediction_tokens for each in found)
+
+
+def _drafted_of_references(server: Server) -> int:
+    """The drafts of predictions, of a server whose counts are vLLM's."""
     stats = json.loads(server.get("/specplus/stats"))
     assert stats["entries"]["request_counts"] == 0
-    assert stats["totals"]["reference"]["drafted"] >= sum(
-        each.usage.completion_tokens_details.accepted_prediction_tokens for each in found
-    )
     for what, name in (("drafted", "draft"), ("accepted", "accepted")):
         counted = server.metric(f"vllm:spec_decode_num_{name}_tokens_total")
         assert sum(row[what] for row in stats["totals"].values()) == counted > 0
+    return stats["totals"]["reference"]["drafted"]
 
 
-async def _predict(server: Server, texts: list[str]) -> list[Any]:
+async def _predict_balanced(servers: list[Server], texts: list[str]) -> list[Any]:
+    """The responses by a balancer that gives each connection to the next server in turn."""
+    turns = cycle(servers)
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        port = int(next(turns).address.rsplit(":", 1)[1])
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(_forward(reader, server_writer), _forward(server_reader, writer))
+
+    async with await asyncio.start_server(connect, "127.0.0.1", 0) as balancer:
+        port = balancer.sockets[0].getsockname()[1]
+        return await _predict(f"http://127.0.0.1:{port}", texts)
+
+
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+
+async def _predict(address: str, texts: list[str]) -> list[Any]:
     """The response to each prompt, with its text as the prediction, and one to the first prompt twice; all at once."""
     questions = [*([prompt] for prompt in PROMPTS), [PROMPTS[0]] * 2]
-    address = f"{server.address}/v1"
-    async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=600) as client:
+    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600) as client:
         return await asyncio.gather(
             *(
                 client.completions.create(

@@ -269,6 +269,20 @@ def test_expert_parallel_workers_on_a_cpu(
     engine_args(mixture, None, enable_expert_parallel=True, **two).create_engine_config()
 
 
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_data_parallel_engines_that_share_experts_on_a_cpu(
+    runner: str, tiny: Path, tmp_path: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    mixture = make_family(tmp_path / "mixture", "ernie")
+    for rank in ({}, {"data_parallel_rank": 1}):
+        with pytest.raises(SpecPlusConfigError, match="data_parallel_size=2 is not allowed for a mixture of experts"):
+            engine_args(mixture, HYBRID, data_parallel_size=2, **rank).create_engine_config()
+        engine_args(mixture, None, data_parallel_size=2, **rank).create_engine_config()
+    # Engines of a dense model share nothing.
+    engine_args(tiny, HYBRID, data_parallel_size=2).create_engine_config()
+
+
 @pytest.mark.parametrize(
     ("changes", "rust", "words"),
     [

@@ -106,6 +106,16 @@ def _expert_parallel_error(setup: EngineSetup) -> SpecPlusConfigError | None:
     )
 
 
+def _shared_experts_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    size = setup.parallel_config.data_parallel_size
+    if setup.device_type != "cpu" or size == 1 or not setup.model_config.is_moe:
+        return None
+    return SpecPlusConfigError(
+        f"data_parallel_size={size} is not allowed for a mixture of experts on a CPU with keys of vllm-specplus: "
+        "vLLM's engines cannot gather tokens for their experts there, and die at the first request; leave it at 1"
+    )
+
+
 _REASONS: tuple[Callable[[EngineSetup], SpecPlusConfigError | None], ...] = (
     _platform_error,
     _worker_error,
@@ -116,4 +126,5 @@ _REASONS: tuple[Callable[[EngineSetup], SpecPlusConfigError | None], ...] = (
     _async_scheduling_error,
     _linear_attention_error,
     _expert_parallel_error,
+    _shared_experts_error,
 )

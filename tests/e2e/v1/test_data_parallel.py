@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from tests.e2e.data_parallel import check_two_engines, plain_texts
+from tests.e2e.data_parallel import check_two_engines, check_two_servers, plain_texts
 from tests.e2e.engines import speculative
 
 CONFIG = {"method": "mtp", "num_speculative_tokens": 8, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
@@ -39,6 +39,12 @@ def test_each_verifier(
     slots = {"num_speculative_tokens": 8}
     config: dict[str, Any] = speculative(proposer, draft, **slots, verify_strategy=strategy)
     check_two_engines(trained, config, texts, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_server_each(texts: list[str], trained: Path, tmp_path: Path) -> None:
+    """As vLLM tells users of a dense model to do it, behind a balancer."""
+    check_two_servers(trained, CONFIG, texts, tmp_path)
 
 
 def test_a_dense_model_has_no_rank(trained: Path) -> None:
