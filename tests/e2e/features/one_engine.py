@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.logprobs import Logprob
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.e2e.engines import PROMPTS, Engine, engine
-from tests.e2e.features.outcomes import outcome, registered
+from tests.e2e.features.outcomes import Near, outcome, registered
 
 ENGINE: dict[str, Any] = {
     "enable_prefix_caching": True,
@@ -72,13 +73,17 @@ def long_stop_string(e: Engine) -> Any:
 @feature("logprobs")
 def logprobs(e: Engine) -> Any:
     results = e.generate(FEW, max_tokens=12, logprobs=2)
-    return [[sorted(row) for row in r.outputs[0].logprobs] for r in results]
+    return [_rows(r.outputs[0].logprobs) for r in results]
 
 
 @feature("prompt logprobs")
 def prompt_logprobs(e: Engine) -> Any:
     results = e.generate(FEW, max_tokens=4, prompt_logprobs=1)
-    return [[sorted(row) for row in r.prompt_logprobs[1:]] for r in results]
+    return [_rows(r.prompt_logprobs[1:]) for r in results]
+
+
+def _rows(logprobs: Iterable[dict[int, Logprob]]) -> list[dict[int, Near]]:
+    return [{token: Near(each.logprob) for token, each in row.items()} for row in logprobs]
 
 
 @feature("prefix caching")

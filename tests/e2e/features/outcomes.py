@@ -24,6 +24,19 @@ class Lack(str):
     __slots__ = ()
 
 
+class Near(float):
+    """A logprob, equal to those that differ by no more than sums of floats in another order do."""
+
+    __slots__ = ()
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-4
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
 def registered(features: dict[str, _Ask], name: str) -> Callable[[_Ask], _Ask]:
     """Enter what is asked under a feature's name; what it returns must be the same with speculation."""
 

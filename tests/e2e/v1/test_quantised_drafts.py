@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engines import PROMPTS, engine
-from tests.e2e.quantised import HALF, LOADED, check, config_of
+from tests.e2e.quantised import CASES, HALF, check, config_of
 
 MAX_TOKENS = 24
 
@@ -16,7 +16,7 @@ def plain(tiny: Path) -> list[list[int]]:
         return e.tokens(PROMPTS[:4], max_tokens=MAX_TOKENS)
 
 
-@pytest.mark.parametrize(("method", "drafter"), LOADED)
+@pytest.mark.parametrize(("method", "drafter"), CASES)
 def test_greedy_text(
     method: str, drafter: str, tiny: Path, draft: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:

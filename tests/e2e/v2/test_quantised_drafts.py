@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engines import PROMPTS, engine
-from tests.e2e.quantised import HALF, LOADED, check, config_of
+from tests.e2e.quantised import CASES, HALF, check, config_of
 
 pytestmark = pytest.mark.interpreter
 
 MAX_TOKENS = 12
-# One of them runs in CI: the plugin does not look into a draft model.
-SLOW = [pytest.param(*kind, marks=pytest.mark.slow) for kind in LOADED[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +18,7 @@ def plain(tiny: Path) -> list[list[int]]:
         return e.tokens(PROMPTS[:4], max_tokens=MAX_TOKENS)
 
 
-@pytest.mark.parametrize(("method", "drafter"), [LOADED[0], *SLOW])
+@pytest.mark.parametrize(("method", "drafter"), CASES)
 def test_greedy_text(
     method: str, drafter: str, tiny: Path, draft: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
