@@ -80,7 +80,12 @@ V2 = Case(
     repeats_samples=True,
 )
 # With `rejection` a seeded text depends on the drafts.
-V2_REJECTION = replace(V2, config=V2.config | {"verify_strategy": "rejection"}, repeats_samples=False)
+V2_SUFFIX = replace(
+    V2,
+    config=V2.config
+    | {"mtp_strategy": "with_suffix", "verify_strategy": "rejection", "suffix_decoding_max_cached_requests": 16},
+    repeats_samples=False,
+)
 # No stream comes to its end before the server's. Each step has room for fifty of them with so few drafts.
 LONG = Kind(
     "a long answer",
@@ -166,7 +171,7 @@ def check_counts(server: Server, tally: Counter[str], num_drafts: int) -> None:
     [
         pytest.param(V1, id="v1"),
         pytest.param(V2, id="v2"),
-        pytest.param(V2_REJECTION, id="v2-rejection", marks=pytest.mark.slow),
+        pytest.param(V2_SUFFIX, id="v2-suffix", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timeout(1200 + SECONDS)
