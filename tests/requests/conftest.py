@@ -1,4 +1,6 @@
-"""A fresh log of faults for each test."""
+"""A fresh count of faults for each test."""
+
+from collections import Counter
 
 import pytest
 
@@ -6,5 +8,5 @@ from vllm_specplus.requests.faults import request_faults
 
 
 @pytest.fixture(autouse=True)
-def _no_faults_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_faults, "_logged", set())
+def _no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_faults, "counts", Counter())

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from tests.requests.stand_ins import Check, worker_call
 from vllm_specplus.requests.endpoints import SpecPlusEndpoints, metric_families, totals
+from vllm_specplus.requests.faults import request_faults
 from vllm_specplus.requests.middleware import PredictedOutputs
 
 STATS = {
@@ -102,6 +103,12 @@ def test_metrics(answers: list[Any]) -> None:
     assert list(samples(got.text)) == counters + gauges + faults
 
 
+def test_faults_of_the_server_itself() -> None:
+    request_faults.counts["reading a request"] = 3
+    stats = client_for(Engine([STATS])).get("/specplus/stats").json()
+    assert stats["faults"] == {"drafting": 2, "reading a request": 3}
+
+
 def test_engines_are_added_up() -> None:
     other = {
         "drafted": {"ngram": [1], "model": [2, 2, 2]},
@@ -132,7 +139,7 @@ def test_scraped_twice() -> None:
 @pytest.mark.parametrize("answers", [[], [None, None], [{}]])
 def test_no_worker_has_counts(answers: list[Any]) -> None:
     client = client_for(Engine(answers))
-    assert client.get("/specplus/stats").json() == {"totals": {}}
+    assert client.get("/specplus/stats").json() == {"faults": {}, "totals": {}}
     assert list(samples(client.get("/specplus/metrics").text)) == []
 
 

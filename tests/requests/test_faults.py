@@ -3,9 +3,25 @@
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
-from tests.requests.stand_ins import ALL_FIELDS, COUNTS, SECRET, STREAM, Check, Server, answer, engine_with, streams
+from tests.requests.stand_ins import (
+    ALL_FIELDS,
+    CHAT,
+    COUNTS,
+    SECRET,
+    STREAM,
+    TEXT,
+    Check,
+    Server,
+    answer,
+    engine_with,
+    streams,
+)
+from vllm_specplus.requests.body import RequestBody
 from vllm_specplus.requests.check import handover
+from vllm_specplus.requests.faults import request_faults
+from vllm_specplus.requests.options import RESOLVED_ENTRY
 from vllm_specplus.requests.response import Report
 from vllm_specplus.requests.steps import StepCounter, Steps
 
@@ -19,6 +35,26 @@ def check_log(log: pytest.LogCaptureFixture, part: str) -> None:
     assert log.text.count(f"a fault in {part}, RuntimeError") == 1
     assert "in fail" in log.text
     assert SECRET not in log.text
+
+
+def test_reading_a_request(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(RequestBody, "encode", fail)
+    for path in (CHAT, TEXT):
+        server = Server()
+        assert server.post(ALL_FIELDS, path=path).status == 200
+        assert server.body == ALL_FIELDS
+    check_log(log, "reading a request")
+    assert request_faults.counts == {"reading a request": 2}
+    assert not handover
+
+
+def test_checking_a_request(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(Check, "resolve", fail)
+    for _ in range(2):
+        params = SamplingParams(extra_args={"spec_tokens": 1, RESOLVED_ENTRY: {}})
+        Check.validate_params(params)
+        assert RESOLVED_ENTRY not in params.extra_args
+    check_log(log, "checking a request")
 
 
 def test_reading_a_reference(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:

@@ -147,5 +147,10 @@ def test_one_request_takes_no_more_than_its_share(fields: dict[str, Any], monkey
     assert got.status == 400
     error = json.loads(got.body)["error"]
     assert error["param"] == "prediction"
-    assert "for 10 answers: it would take 484 bytes, and at most 440 are allowed" in error["message"]
+    assert "for so many answers: it takes 44 bytes for each, and at most 440 are allowed" in error["message"]
+    # Python writes no integer of more than 4,300 digits.
+    for n in (10**4299, str(10**4299)):
+        got = Server().post(body_of("a", prompt=["a", "b"], n=n), path=TEXT)
+        assert got.status == 400
+        assert "for so many answers" in got.json["error"]["message"]
     assert not server.bodies

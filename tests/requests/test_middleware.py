@@ -238,3 +238,21 @@ def test_other_routes_leave_the_rest_alone(path: str) -> None:
     without_drafter = Server(engine=engine_with(None))
     assert without_drafter.post({"prediction": PREDICTION}, path=path).status == 200
     assert without_drafter.body == {"prediction": PREDICTION}
+
+
+@pytest.mark.parametrize("path", OTHER_ROUTES)
+def test_other_routes_where_nothing_checks_requests(path: str) -> None:
+    """There vLLM would ignore the fields in ``vllm_xargs`` too, and log them."""
+    for fields, field in (
+        ({"vllm_xargs": {"sp_advice_prompt": SECRET}}, "sp_advice_prompt"),
+        ({"vllm_xargs": {"sp_nonsense": 1}}, "sp_nonsense"),
+        ({"vllm_xargs": {"aux_info": 1}}, "aux_info"),
+        ({"prediction": 3}, "prediction"),
+    ):
+        server = Server(engine=engine_with(None))
+        got = server.post(fields, path=path)
+        assert got.status == 400
+        assert got.json["error"]["param"] == field
+        assert not server.bodies
+    others = Server(engine=engine_with(None))
+    assert others.post({"vllm_xargs": {"mine": "sp_edit"}, "prediction": None}, path=path).status == 200

@@ -118,22 +118,26 @@ def read_body(received: bytes, max_model_len: int) -> RequestBody | None:
     return RequestBody(vllm_body, options)
 
 
-def check_other_route(received: bytes, max_model_len: int, drafts: bool) -> None:
+def check_other_route(received: bytes, max_model_len: int, drafts: bool, is_checked: bool) -> None:
     """Check the body of a route whose requests and answers have other forms, which the plugin's fields do not fit.
 
-    Fields in ``vllm_xargs`` pass: where vLLM admits the request they are checked. Where nothing `drafts`, so does
-    OpenAI's ``prediction``. `max_model_len`: see `parse_options`.
+    Args:
+        received: the body.
+        max_model_len: see `parse_options`.
+        drafts: whether the plugin drafts in the engine. If not, a ``prediction`` as OpenAI's passes.
+        is_checked: whether the fields in ``vllm_xargs`` are checked where vLLM admits the request. If so, they pass.
 
     Raises:
-        RequestError: a field stands where vLLM would ignore it.
+        RequestError: a field is wrong, or stands where vLLM would ignore it.
     """
     body = decode_object(received) if _FIELD_NAMES.search(received) else None
     if body is None:
         return
-    if not drafts:
-        body.pop("prediction", None)
-    options = take_options(body, {}, max_model_len)
-    if options is not None:
+    xargs = body.get("vllm_xargs")
+    options = take_options(body, xargs if isinstance(xargs, dict) and not is_checked else {}, max_model_len)
+    if options is not None and not drafts:
+        options = options.model_copy(update={"prediction": None})
+    if options is not None and options.stated_keys:
         field = options.stated_keys[0]
         raise RequestError(
             field,

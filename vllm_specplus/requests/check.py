@@ -164,8 +164,9 @@ class RequestCheck:
         resolved = handover.get(extra.get(HANDOVER_ENTRY))
         if resolved is None:
             try:
-                options = parse_options(extra, cls.model_config.max_model_len)
-                resolved = None if options is None else cls._resolve_alone(options)
+                with request_faults.caught("checking a request", "it goes on without its options"):
+                    options = parse_options(extra, cls.model_config.max_model_len)
+                    resolved = None if options is None else cls._resolve_alone(options)
             except RequestError as error:
                 shorten_stream_errors()
                 raise RefusedRequestError(str(error), parameter=error.field) from None

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 
 from vllm_specplus.requests.api_key import are_routes_open, lacks_api_key
 from vllm_specplus.requests.engine_client import ask_workers, has_drafter
+from vllm_specplus.requests.faults import request_faults
 from vllm_specplus.requests.middleware import PredictedOutputs
 from vllm_specplus.requests.response import error_response
 
@@ -119,11 +120,13 @@ async def show_metrics(request: Request) -> Response:
 
 
 async def _worker_stats(request: Request) -> Stats | None:
-    """The workers' counts; {} if no worker has any, None if the plugin does not draft."""
+    """The workers' counts, with the faults of this server's process; None if the plugin does not draft."""
     engine_client = request.app.state.specplus_engine_client
     if not has_drafter(engine_client):
         return None
-    return await ask_workers(engine_client, "specplus_stats") or {}
+    stats = await ask_workers(engine_client, "specplus_stats") or {}
+    # The parts of a server's process and of a worker have different names.
+    return {**stats, "faults": {**stats.get("faults", {}), **request_faults.counts}}
 
 
 def _no_counts_response() -> Response:

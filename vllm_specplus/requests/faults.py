@@ -1,6 +1,7 @@
 """Faults of the plugin's own code in the process that takes the requests: the answer comes all the same."""
 
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,10 +18,14 @@ def stack_of(error: Exception) -> str:
 
 
 class RequestFaults:
-    """Catches faults; the first one of each part is logged."""
+    """Catches faults and counts them; the first one of each part is logged.
+
+    Attributes:
+        counts: how many faults each part had.
+    """
 
     def __init__(self) -> None:
-        self._logged: set[str] = set()
+        self.counts = Counter[str]()
 
     @contextmanager
     def caught(self, part: str, effect: str) -> Iterator[None]:
@@ -37,8 +42,8 @@ class RequestFaults:
         except RequestError:
             raise
         except Exception as error:
-            if part not in self._logged:
-                self._logged.add(part)
+            self.counts[part] += 1
+            if self.counts[part] == 1:
                 logger.error("a fault in %s, %s: %s\n%s", part, type(error).__name__, effect, stack_of(error))
 
 

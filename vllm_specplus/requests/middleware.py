@@ -157,23 +157,32 @@ async def _read(scope: Scope, receive: Receive, engine_client: Any, key: str) ->
         RequestError: a field is not allowed.
     """
     received = await Request(scope, receive).body()
+    body, asked = received, None
+    with request_faults.caught("reading a request", "it goes on as it came"):
+        body, asked = await _take_fields(received, scope, engine_client, key)
+    if asked is not None:
+        headers = MutableHeaders(scope=scope)
+        headers["content-length"] = str(len(body))
+        del headers["transfer-encoding"]
+    return _replay(body, receive), asked
+
+
+async def _take_fields(received: bytes, scope: Scope, engine_client: Any, key: str) -> tuple[bytes, _Asked | None]:
+    """The body without the plugin's fields, and what they ask; None if they ask nothing. The rest is as in `_read`."""
     max_model_len = engine_client.vllm_config.model_config.max_model_len
     if scope["path"].endswith(_OTHER_PATHS):
-        await _off_loop(len(received), check_other_route, received, max_model_len, _drafts(engine_client))
-        return _replay(received, receive), None
+        drafts, is_checked = _drafts(engine_client), check_of_engine(engine_client) is not None
+        await _off_loop(len(received), check_other_route, received, max_model_len, drafts, is_checked)
+        return received, None
     read = await _off_loop(len(received), read_body, received, max_model_len)
     body = _without_ignored_prediction(read, engine_client)
     if body is None:
-        return _replay(received, receive), None
+        return received, None
     resolved = await _resolve(body, engine_client, key)
     num_bytes = _reference_bytes(body, resolved)
     hides_usage = body.aux_info and not _is_usage_forced(scope) and body.add_usage()
     encoded = await _off_loop(len(received), body.encode, HANDOVER_ENTRY, key)
-    headers = MutableHeaders(scope=scope)
-    headers["content-length"] = str(len(encoded))
-    del headers["transfer-encoding"]
-    asked = _Asked(resolved, num_bytes, body.has_reference, body.aux_info, hides_usage)
-    return _replay(encoded, receive), asked
+    return encoded, _Asked(resolved, num_bytes, body.has_reference, body.aux_info, hides_usage)
 
 
 def _reference_bytes(body: RequestBody, resolved: ResolvedOptions) -> int:
@@ -189,8 +198,8 @@ def _reference_bytes(body: RequestBody, resolved: ResolvedOptions) -> int:
         field = body.options.field
         raise RequestError(
             field,
-            f"{field} is not allowed for {body.num_answers} answers: it would take {num_bytes} bytes, and at most "
-            f"{handover.max_bytes_of_request} are allowed",
+            f"{field} is not allowed for so many answers: it takes {resolved.token_ids.nbytes} bytes for each, and at "
+            f"most {handover.max_bytes_of_request} are allowed",
         )
     return num_bytes
 

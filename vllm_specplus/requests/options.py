@@ -23,6 +23,7 @@ _INT32_END = 2**31
 MAX_REFERENCE_FACTOR = 8
 """A list of more tokens than this many times the model's length is refused, before its elements are looked at."""
 _MAX_NAME_LENGTH = 80
+_MAX_VALUE_LENGTH = 20
 
 
 class RequestError(ValueError):
@@ -155,13 +156,19 @@ def parse_options(extra_args: Mapping[str, Any], max_model_len: int | None = Non
         options = RequestOptions.model_validate({key: extra_args[key] for key in KEYS if key in extra_args})
     except ValidationError as error:
         field = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
-        value = f"={show(extra_args[field])}" if field in _KEYS_SHOWN_WITH_VALUE else ""
+        shown = f"={_shown_value(extra_args[field])}" if field in _KEYS_SHOWN_WITH_VALUE else ""
         allowed = RequestOptions.model_fields[field].description
-        raise RequestError(field, f"{field}{value} is not allowed: it must be {allowed}") from None
+        raise RequestError(field, f"{field}{shown} is not allowed: it must be {allowed}") from None
     if not options.stated_keys:
         return None
     _check_reference(options)
     return options
+
+
+def _shown_value(value: Any) -> str:
+    """A value as JSON, but for what may be a text in the wrong field: vLLM logs some refusals."""
+    is_short = isinstance(value, int | float | None) or (isinstance(value, str) and len(value) <= _MAX_VALUE_LENGTH)
+    return show(value) if is_short else f"<{type(value).__name__}>"
 
 
 def check_unknown_keys(extra_args: Mapping[str, Any], prefixes: tuple[str, ...] = ("sp", "force_")) -> None:

@@ -10,10 +10,12 @@ class RefusedRequestError(VLLMValidationError):
 
 
 # vLLM checks a stream's parameters when the stream has begun. These loggers then log any error but a `GenerationError`
-# with its traceback, and a `GenerationError` reaches the client as the server's fault.
+# with its traceback, and a `GenerationError` reaches the client as the server's fault. The Messages route logs one too.
 _STREAM_LOGGERS = (
     "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.entrypoints.openai.completion.serving",
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.scale_out.token_in_token_out.serving",
 )
 
 
@@ -21,8 +23,10 @@ def _shorten(record: logging.LogRecord) -> bool:
     """Log a refusal in one line; every other record passes as it is."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, RefusedRequestError):
-        record.msg, record.args = f"{record.getMessage().rstrip('.')}: {error}", ()
-        record.exc_info = None
+        message = record.getMessage()
+        if str(error) not in message:
+            message = f"{message.rstrip('.')}: {error}"
+        record.msg, record.args, record.exc_info = message, (), None
     return True
 
 
