@@ -35,7 +35,7 @@ code=0
 
 # Runs pytest in a process of its own: run NAME KIND VLLM ARGUMENTS. KIND is what the tests need: v1 or v2, a model
 # runner (V2's kernels run under Triton's interpreter with a stand-in backend); interpreter, that alone; none. Two kinds are
-# no pytest: lint, and json, a minute of configs as JSON text.
+# scripts: lint, and fuzz, a minute of each kind of input but `verify`, which has its cases among the interpreter's tests.
 # The interpreter has to be chosen before Triton is imported, and vLLM's CPU worker cannot start where numba has been.
 run() {
   local name=$1 kind=$2 vllm=$3 path=() select=() result=0
@@ -50,9 +50,12 @@ run() {
       bash ci/lint.sh
       return
       ;;
-    json)
-      bash ci/fuzz.sh 1 json
-      return
+    fuzz)
+      local inputs=(sockets bodies messages config) input
+      # atheris is built for x86 alone.
+      [[ $(uname -m) != x86_64 ]] || inputs+=(json)
+      for input in "${inputs[@]}"; do bash ci/fuzz.sh 1 "$input" || result=1; done
+      return "$result"
       ;;
   esac
   PYTHONPATH=$(IFS=: && echo "${path[*]}") pytest --junitxml "$reports/$name.xml" "${select[@]}" "$@" || result=$?
@@ -92,8 +95,7 @@ if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
     start none none "$installed" tests "${options[@]}"
     start "v1-on-$other" v1 "$other" tests/e2e/v1 -m every_version "${options[@]}"
     start "v2-on-$other" v2 "$other" tests/e2e/v2 -m every_version "${options[@]}"
-    # atheris is built for x86 alone.
-    [[ $(uname -m) != x86_64 ]] || start json json "$installed"
+    start fuzz fuzz "$installed"
   fi
 else
   fast=

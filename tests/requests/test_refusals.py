@@ -74,12 +74,20 @@ def test_refusals(fields: dict[str, Any], field: str, log: pytest.LogCaptureFixt
     assert not server.engine.calls
 
 
-@pytest.mark.parametrize("endpoint", ["chat_completion", "completion"])
-def test_vllm_logs_a_refused_stream_in_one_line(
-    endpoint: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("openai.chat_completion.serving", "Error in stream generator."),
+        ("openai.completion.serving", "Error in stream generator."),
+        ("scale_out.token_in_token_out.serving", "Error in token generation stream."),
+        ("anthropic.api_router", "Error in create_messages: {error}"),
+    ],
+)
+def test_vllm_logs_a_refusal_in_one_line(
+    module: str, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the plugin's own refusals lose their traceback."""
-    logger = logging.getLogger(f"vllm.entrypoints.openai.{endpoint}.serving")
+    logger = logging.getLogger(f"vllm.entrypoints.{module}")
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
     try:
@@ -88,15 +96,15 @@ def test_vllm_logs_a_refused_stream_in_one_line(
                 if extra is None:
                     raise VLLMValidationError("another's refusal")
                 Check.validate_params(SamplingParams(extra_args=extra))
-            except VLLMValidationError:
-                logger.exception("Error in %s stream generator.", endpoint)
+            except VLLMValidationError as error:
+                logger.exception(message.format(error=error))
     finally:
         logger.removeHandler(caplog.handler)
     *own, other = caplog.records
     assert len(own) == 2
     assert other.exc_info is not None
-    assert other.getMessage() == f"Error in {endpoint} stream generator."
+    assert other.getMessage() == message.format(error="another's refusal")
     words = "spec_tokens=-1 is not allowed: it must be an integer of 0 or more (parameter=spec_tokens)"
     for record in own:
         assert record.exc_info is None
-        assert record.getMessage() == f"Error in {endpoint} stream generator: {words}"
+        assert record.getMessage() in (message.format(error=words), f"{message.rstrip('.')}: {words}")
