@@ -4,7 +4,7 @@
 #   config    configs, by hypothesis
 #   json      configs as JSON text, by coverage (atheris)
 #   bodies    HTTP bodies, in one process with a server
-#   messages  messages to workers
+#   messages  messages and questions to workers
 #   sockets   HTTP requests, byte by byte, to a real server; SPECPLUS_FUZZ_SEED in the environment repeats them
 # A finding ends its own run alone. Logs go to fuzz/NAME.log.
 cd "$(dirname "$0")/.."
@@ -39,11 +39,11 @@ json() {
 fuzz() {
   case $1 in
     verify) TRITON_INTERPRET=1 again tests/kernels/verify/test_verify.py::test_equals_reference \
-      tests/verify/test_torch_backend.py::test_equals_reference ;;
+      tests/verify/test_torch_backend.py::test_equals_reference tests/verify/test_fuzz.py ;;
     config) again tests/config/test_properties.py ;;
     json) json ;;
     bodies) again tests/requests/test_fuzz.py::test_bodies ;;
-    messages) again tests/requests/test_fuzz.py::test_worker_messages ;;
+    messages) again tests/requests/test_fuzz.py::test_worker_messages tests/requests/test_fuzz.py::test_questions_to_workers ;;
     sockets)
       export SPECPLUS_FUZZ_SEED=${SPECPLUS_FUZZ_SEED:-$RANDOM$RANDOM} SPECPLUS_SOAK_SECONDS=$((60 * minutes))
       pytest -q -s tests/soak/test_soak.py::test_raw_requests

@@ -5,7 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -38,6 +38,16 @@ class Kind:
     @property
     def is_sampled(self) -> bool:
         return self.options["temperature"] > 0
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether the answer tells what became of the request's drafts."""
+        return "aux_info" in self.extra
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether the answer tells its number of tokens as OpenAI's do."""
+        return not self.streams or "stream_options" in self.options
 
     @property
     def end(self) -> str:
@@ -89,9 +99,11 @@ def with_references(kinds: list[Kind], answers: dict[str, Answer]) -> list[Kind]
             "half": right[: len(right) // 2] + "@" + right[len(right) // 2 :],
             "wrong": "@#" * 40,
         }
+        asks_usage = kind.options | {"stream_options": {"include_usage": True}}
+        forms = {"right": replace(kind, options=asks_usage), "half": replace(kind, streams=False), "wrong": kind}
         for name, text in references.items():
-            prediction = {"prediction": {"type": "content", "content": text}}
-            found.append(Kind(f"{kind.name}, {name} reference", kind.options, prediction | {"aux_info": True}))
+            extra = {"prediction": {"type": "content", "content": text}, "aux_info": True}
+            found.append(replace(forms[name], name=f"{kind.name}, {name} reference", extra=extra))
             answers[found[-1].name] = answers[kind.name]
     return found
 
@@ -134,8 +146,10 @@ class Clients:
         """The answer to a request; None where it streams and is aborted, after `most_chunks` chunks."""
         if not kind.streams:
             response = await self._create(kind)
+            _check_report(kind, response)
             return tuple((_text(choice), choice.finish_reason) for choice in response.choices)
         stream = await self._create(kind)
+        chunk = None
         texts: Counter[int] = Counter()
         parts: dict[int, list[str]] = {}
         reasons: dict[int, str] = {}
@@ -150,6 +164,7 @@ class Clients:
                         reasons[choice.index] = choice.finish_reason
                 if most_chunks is not None and sum(texts.values()) > most_chunks:
                     return None
+        _check_report(kind, chunk)
         return tuple(("".join(parts[i]), reasons.get(i)) for i in sorted(parts))
 
     async def _create(self, kind: Kind) -> Any:
@@ -234,6 +249,24 @@ def _enter(kind: Kind, answer: Answer | None, answers: dict[str, Answer], to: Ta
         is_right = answer == right
     if not is_right:
         to.differences.append(f"{kind.name}: {answer} instead of {right}")
+
+
+def _check_report(kind: Kind, answer: Any) -> None:
+    """Check what an answer, or the last chunk of one, tells of its request's drafts, if the request asked."""
+    if not kind.is_reported:
+        return
+    told = f"{kind.name}: {answer}"
+    info, usage = answer.aux_info, answer.usage
+    num_tokens, num_steps = info["output_len"], info["iter_count"]
+    assert 1 <= num_steps <= num_tokens <= kind.options["max_tokens"], told
+    assert info["avg_tokens_per_iter"] == num_tokens / num_steps, told
+    assert info["cost_time"] > 0, told
+    assert (usage is not None) == kind.has_usage, told
+    if usage is not None:
+        details = usage.completion_tokens_details
+        assert usage.completion_tokens == num_tokens, told
+        assert 0 <= details.accepted_prediction_tokens <= num_tokens, told
+        assert details.rejected_prediction_tokens >= 0, told
 
 
 def _text(choice: Any) -> str:

@@ -12,7 +12,9 @@ import signal
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,31 @@ import pytest
 import tests
 from tests import fuzzing
 from tests.e2e.serving import Server, python_path, serve
+from tests.soak.census import CountingWorker
 from tests.soak.load import Clients, Kind, answers_alone, kinds, soak, with_references
 from tests.soak.raw_bytes import send_raw_bytes
-from tests.soak.server_state import PATH, ServerState
+from tests.soak.server_state import CENSUS_PATH, PATH, ServerState
 
 # Torch keeps a compiled matrix product for each size of a batch, up to 1,024 of them: 300 MiB in ten minutes.
 _SMALL_CACHE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
 _STAND_IN = Path(tests.__file__).parent / "triton_cpu"
+_NUM_CACHED = 16
+_NUM_TIMES = 32
+_MOST = {
+    "SuffixMatcher._cached": _NUM_CACHED,
+    "_Response": _NUM_CACHED,
+    "SuffixMatcher._shared": _NUM_CACHED,
+    # Times of the latest steps and passes.
+    "StepPrices._postponed": _NUM_TIMES,
+    "CostMeter._recent": _NUM_TIMES,
+    "CostMeter._recent_prompts": _NUM_TIMES,
+    "CostMeter._first_passes": 2,
+    "CostMeter._passes": 2,
+    "_Fit": 1,
+    "_Passes": 2,
+    "Clock": 4,
+}
+"""What the plugin keeps by design of requests and steps that are over, by the names of the `census`, and its bounds."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +69,8 @@ class Case:
         options = ["--speculative-config", json.dumps(self.config), "--max-num-seqs", "64"]
         options += ["--max-num-batched-tokens", "256", "--max-model-len", "4096"]
         # With vLLM's routes that only render a prompt.
-        return [*options, "--enable-scale-out", "--middleware", f"{ServerState.__module__}.ServerState"]
+        options += ["--enable-scale-out", "--middleware", f"{ServerState.__module__}.{ServerState.__name__}"]
+        return [*options, "--worker-extension-cls", f"{CountingWorker.__module__}.{CountingWorker.__name__}"]
 
 
 V1 = Case(
@@ -61,7 +82,7 @@ V1 = Case(
         "adaptive": True,
         "verify_strategy": "target_match",
         # What the trees may hold is reached soon, so that nothing grows afterwards.
-        "suffix_decoding_max_cached_requests": 16,
+        "suffix_decoding_max_cached_requests": _NUM_CACHED,
     },
     _SMALL_CACHE | {"VLLM_PLUGINS": "specplus", "VLLM_USE_V2_MODEL_RUNNER": "0", "PYTHONPATH": python_path()},
     max_tokens=96,
@@ -83,7 +104,11 @@ V2 = Case(
 V2_SUFFIX = replace(
     V2,
     config=V2.config
-    | {"mtp_strategy": "with_suffix", "verify_strategy": "rejection", "suffix_decoding_max_cached_requests": 16},
+    | {
+        "mtp_strategy": "with_suffix",
+        "verify_strategy": "rejection",
+        "suffix_decoding_max_cached_requests": _NUM_CACHED,
+    },
     repeats_samples=False,
 )
 # No stream comes to its end before the server's. Each step has room for fifty of them with so few drafts.
@@ -97,6 +122,7 @@ NUM_RAW = 300
 SECONDS = float(os.environ.get("SPECPLUS_SOAK_SECONDS", "60"))
 SEED = int(os.environ.get("SPECPLUS_SOAK_SEED", "0"))
 SECONDS_TO_END = 20.0
+MOST_SECONDS_BETWEEN_SAMPLES = 30.0
 
 
 class Memory:
@@ -105,9 +131,11 @@ class Memory:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.samples: list[dict[int, int]] = []
+        self._times: list[float] = []
         self._is_over = threading.Event()
 
     def __enter__(self) -> "Memory":
+        self._times.append(time.monotonic())
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
@@ -115,18 +143,32 @@ class Memory:
     def __exit__(self, *args: Any) -> None:
         self._is_over.set()
         self._thread.join()
+        self._times.append(time.monotonic())
 
     def _watch(self) -> None:
         while not self._is_over.wait(1.0):
-            self.samples.append({p.pid: p.memory_info().rss for p in processes(self._pid)})
+            self.samples.append(memory_of(self._pid))
+            self._times.append(time.monotonic())
 
     def growth(self) -> dict[int, float]:
         """The growth of each process over the second half, as a share of what it had."""
-        half, last = len(self.samples) // 2, self.samples[-1]
+        # The thread may have died.
+        assert max(end - begin for begin, end in pairwise(self._times)) < MOST_SECONDS_BETWEEN_SAMPLES, self._times
+        half = len(self.samples) // 2
+        lasting = self.samples[half].keys() & self.samples[-1].keys()
         # The least of several: memory is taken and given back all the time.
-        before = {pid: min(s[pid] for s in self.samples[half : half + 5] if pid in s) for pid in last}
-        after = {pid: min(s[pid] for s in self.samples[-5:] if pid in s) for pid in last}
-        return {pid: after[pid] / before[pid] - 1 for pid in last}
+        before = {pid: min(s[pid] for s in self.samples[half : half + 5] if pid in s) for pid in lasting}
+        after = {pid: min(s[pid] for s in self.samples[-5:] if pid in s) for pid in lasting}
+        return {pid: after[pid] / before[pid] - 1 for pid in lasting}
+
+
+def memory_of(pid: int) -> dict[int, int]:
+    """The resident memory of a process and of those below it, each of which may end at any time."""
+    found = {}
+    for process in processes(pid):
+        with suppress(psutil.NoSuchProcess):
+            found[process.pid] = process.memory_info().rss
+    return found
 
 
 def processes(pid: int) -> list[psutil.Process]:
@@ -152,6 +194,20 @@ def wait_until_idle(server: Server) -> None:
             return
         assert time.monotonic() < deadline, left
         time.sleep(0.5)
+
+
+def take_census(server: Server) -> dict[str, int]:
+    """The plugin's objects while no request runs; rows of requests that are over go when another one begins."""
+    server.client().completions.create(model="tiny", prompt="x", max_tokens=2, temperature=0.0)
+    wait_until_idle(server)
+    return json.loads(server.get(CENSUS_PATH))
+
+
+def check_census(server: Server, before: dict[str, int]) -> None:
+    """Wait until no request is left: the plugin has no more objects than before, nor more in its containers."""
+    after = take_census(server)
+    most = {name: max(before.get(name, 0), _MOST.get(name, 0)) for name in after}
+    assert {name: (most[name], number) for name, number in after.items() if number > most[name]} == {}
 
 
 def check_counts(server: Server, tally: Counter[str], num_drafts: int) -> None:
@@ -200,10 +256,10 @@ def test_raw_requests(trained: Path, tmp_path: Path) -> None:
     print("raw requests of SPECPLUS_FUZZ_SEED", fuzzing.SEED)
     statuses, rng = Counter[int](), random.Random(fuzzing.SEED)
     with serve(trained, tmp_path, *V1.options, **V1.environment) as server:
-        end = time.monotonic() + SECONDS
+        before, end = take_census(server), time.monotonic() + SECONDS
         while time.monotonic() < end:
             statuses += asyncio.run(send_raw_bytes(server.address, NUM_RAW, rng))
-            wait_until_idle(server)
+            check_census(server, before)
     print("raw requests:", dict(statuses))
     assert not [status for status in statuses if status >= 500]
     assert statuses[200] > 0 < statuses[400]
@@ -216,6 +272,7 @@ async def _soak(server: Server, case: Case, num_clients: int) -> None:
     asked += with_references(asked, answers)
     if not case.repeats_samples:
         answers = {kind.name: answers[kind.name] for kind in asked if not kind.is_sampled}
+    before = await asyncio.to_thread(take_census, server)
     with Memory(server.pid) as memory:
         tally = await soak(clients, asked, answers, num_clients, SECONDS, SEED)
     print(dict(tally.ends), "memory grew over the second half by", memory.growth())
@@ -229,12 +286,13 @@ async def _soak(server: Server, case: Case, num_clients: int) -> None:
     # The same server again, alone.
     again = [kind for kind in asked if kind.name in answers][:3]
     assert await answers_alone(clients, again) == {kind.name: answers[kind.name] for kind in again}
+    await asyncio.to_thread(check_census, server, before)
 
     statuses = await send_raw_bytes(server.address, NUM_RAW, random.Random(fuzzing.SEED))
     print("raw requests:", dict(statuses))
     assert not [status for status in statuses if status >= 500]
     assert statuses[200] > 0 < statuses[400]
-    await asyncio.to_thread(wait_until_idle, server)
+    await asyncio.to_thread(check_census, server, before)
 
     engine = engine_process(server.pid)
     assert await clients.lose_the_server(LONG, NUM_LONG, engine.kill, SECONDS_TO_END) == {"error": NUM_LONG}

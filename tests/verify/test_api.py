@@ -219,6 +219,7 @@ def test_all_nan_is_harmless() -> None:
         ({"draft_token_ids": torch.ones(4).long().to_sparse()}, ValueError, ["draft_token_ids", "sparse_coo"]),
         ({"logits": [[0.0]]}, TypeError, ["logits", "list", "torch.Tensor"]),
         ({"logits": torch.zeros(4, 6).int()}, TypeError, ["logits", "int32", "float32"]),
+        ({"logits": torch.zeros(4, 6, device="meta")}, ValueError, ["logits", "meta", "that holds values"]),
         ({"logits": torch.zeros(24)}, ValueError, ["logits", "(24,)", "2 dimensions"]),
         ({"logits": torch.zeros(4, 0)}, ValueError, ["logits", "(4, 0)", "empty"]),
         ({"temperature": torch.zeros(2).int()}, TypeError, ["temperature", "int32"]),
