@@ -14,6 +14,7 @@ from tests.e2e.references import ask, stats
 from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.proposers.costs import CostMeter, Pace
 from vllm_specplus.proposers.history import History
+from vllm_specplus.runners.live_requests import LiveRequests
 
 SECRET = "tokens 120 120 120"
 # The prompt whose drafting fails, and the others.
@@ -68,6 +69,24 @@ def check_alive(e: Engine, expected: list[list[int]], max_tokens: int = 48) -> N
     assert stats(e)["entries"]["requests"] == 0
 
 
+def check_faults_in_accepting_all(
+    e: Engine, prompts: list[list[int]], expected: list[list[int]], max_tokens: int
+) -> None:
+    """Requests whose drafts are all to be accepted have their texts while nobody can tell which they are.
+
+    Args:
+        e: an engine with `allow_force_accept`.
+        prompts: of the requests.
+        expected: their texts without it.
+        max_tokens: the length of each text.
+    """
+    forced = [{"force_sp_accept": True}] * len(prompts)
+    with fault(LiveRequests, "accept_all_mask", lambda *args: True) as hits:
+        assert ask(e, prompts, forced, max_tokens=max_tokens) == expected
+    assert hits
+    assert ask(e, prompts, forced, max_tokens=max_tokens) != expected
+
+
 def reads_the_faulty(matcher: Any, history: History, *args: Any) -> bool:
     """Whether a matcher is given the text of the faulty prompt."""
     texts = (history.tokens(i)[: len(FAULTY)] for i in range(len(history.req_ids)) if history.num_tokens[i])
@@ -94,7 +113,7 @@ def fail_in_worker(worker: Any, place: str) -> None:
         worker: vLLM's.
         place: the function's full name.
     """
-    _begin_fault(worker, place, reads_the_faulty if place.endswith(".match") else at_calls(3))
+    _begin_fault(worker, place, reads_the_faulty if place.endswith(".match") else at_calls(1))
 
 
 def fail_in_first_worker(worker: Any, place: str) -> None:

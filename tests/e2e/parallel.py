@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+from vllm import SamplingParams
 from vllm.distributed.parallel_state import get_tp_group
 
 from tests.e2e.engines import Engine
@@ -12,10 +13,12 @@ from tests.e2e.faults import (
     OTHERS,
     fail_in_first_worker,
     fail_in_worker,
+    fault,
     let_drafts_pay_in_worker,
     recover_in_worker,
 )
 from tests.e2e.references import ask
+from vllm_specplus.engine.salts import SaltingMixin
 from vllm_specplus.proposers.costs import Costs, Pace
 
 # Requests that are sampled: by noise of their own, and by the engine's.
@@ -93,36 +96,43 @@ def of_workers(e: Engine, what: str) -> list[Any]:
     return e.llm.collective_rpc(recorded, args=(what,))
 
 
-# What fails in a worker, whichever runner it has.
-COMMON_PLACES = (
-    "vllm_specplus.proposers.suffix.SuffixMatcher.match",
-    "vllm_specplus.proposers.reference_text.ReferenceText.draft",
-)
+# What fails in a worker, whichever runner it has, by the part in which that is counted.
+COMMON_PLACES = [
+    ("drafting", "vllm_specplus.proposers.suffix.SuffixMatcher.match"),
+    ("drafting", "vllm_specplus.proposers.reference_text.ReferenceText.draft"),
+    ("drafting", "vllm_specplus.runners.step_prices.StepPrices.agree"),
+    ("requests", "vllm_specplus.runners.step_prices.StepPrices.begin_step"),
+    ("requests", "vllm_specplus.runners.live_requests.LiveRequest.__init__"),
+    ("counting", "vllm_specplus.runners.step_prices.StepPrices.add_tokens"),
+]
 # The last prompt is the one whose matching fails.
 PROMPTS_OF_FAULTS = [*OTHERS, FAULTY]
 
 
-def check_faults_of_all_workers(e: Engine, places: Iterable[str], texts: list[list[int]], max_tokens: int) -> None:
+def check_faults_of_all_workers(
+    e: Engine, places: Iterable[tuple[str, str]], texts: list[list[int]], max_tokens: int
+) -> None:
     """Let both workers of an engine fail at one place after another: no text changes, and both do the same.
 
     Args:
-        e: an engine that drafts from suffix trees, adaptively.
-        places: of `fail_in_worker`.
+        e: an engine that drafts from suffix trees, adaptively; its scheduler is in this process.
+        places: the part of each fault, and the place, of `fail_in_worker`.
         texts: of `PROMPTS_OF_FAULTS`, without a fault.
         max_tokens: the length of each text.
     """
     references = [{"sp_advice_prompt_token_ids": text} for text in texts[:2]] + [{}] * (len(texts) - 2)
 
-    def run() -> list[dict[str, Any]]:
-        assert ask(e, PROMPTS_OF_FAULTS, references, max_tokens=max_tokens) == texts
+    def run(num_tokens: int = max_tokens) -> list[dict[str, Any]]:
+        expected = [text[:num_tokens] for text in texts]
+        assert ask(e, PROMPTS_OF_FAULTS, references, max_tokens=num_tokens) == expected
         for what in ("drafts", "choices"):
             of_first, of_last = of_workers(e, what)
             assert of_first == of_last
             assert len(of_first) > 10
         return e.llm.collective_rpc("specplus_stats")
 
-    def run_alike() -> dict[str, Any]:
-        first, last = run()
+    def run_alike(num_tokens: int = max_tokens) -> dict[str, Any]:
+        first, last = run(num_tokens)
         assert first == last
         return first
 
@@ -131,17 +141,25 @@ def check_faults_of_all_workers(e: Engine, places: Iterable[str], texts: list[li
     e.llm.collective_rpc(record_choices)
     found = run_alike()
     assert not found["faults"]
-    for place in places:
-        before, part = found["faults"], "counting" if place.endswith("count_drafts") else "drafting"
+    for part, place in places:
+        before = found["faults"]
         e.llm.collective_rpc(fail_in_worker, args=(place,))
-        found = run_alike()
+        # Half of the texts has enough steps.
+        found = run_alike(max_tokens // 2)
         hits, hits_of_last = e.llm.collective_rpc(recover_in_worker)
         assert hits == hits_of_last > 0, place
         assert found["faults"] == before | {part: found["faults"].get(part, 0)}, place
         assert found["faults"][part] > before.get(part, 0), place
+    # Both of them learn of the scheduler's fault.
+    with fault(SaltingMixin, "_digest", lambda *args: True) as salts:
+        salted: Any = {"prompt_token_ids": FAULTY, "cache_salt": "a"}
+        e.llm.generate([salted], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert salts == [0]
+    faults = found["faults"] | {"requests": found["faults"]["requests"] + 1}
+    assert [each["faults"] for each in e.llm.collective_rpc("specplus_stats")] == [faults] * 2
     # Afterwards all of them draft again.
     after = run_alike()
-    assert after["faults"] == found["faults"]
+    assert after["faults"] == faults
     assert after["entries"]["requests"] == 0
     for source in ("model", "suffix", "reference"):
         assert sum(after["drafted"][source]) > sum(found["drafted"][source]), source

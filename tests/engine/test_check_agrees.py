@@ -19,7 +19,7 @@ from tests.e2e.eagle_heads import make_eagle_head
 from tests.e2e.families import make_medusa
 from tests.engine.config_literals import ROOT, configs_in_file, configs_in_text, has_parameter, is_config
 from vllm_specplus.cli import main
-from vllm_specplus.engine import patch
+from vllm_specplus.engine import patch, refusals
 from vllm_specplus.testing.tiny_model import make_draft_model, make_random
 
 MTP = {"method": "mtp", "num_speculative_tokens": 4}
@@ -252,9 +252,11 @@ def engine_error(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str
 
 
 @pytest.fixture(autouse=True)
-def _any_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Platforms differ in what they can quantize, and `check` says that it does not look."""
+def _any_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Platforms differ in what they can quantize and verify, and `check` says that it does not look."""
     monkeypatch.setattr(type(current_platform), "verify_quantization", classmethod(lambda cls, name: None))
+    reasons = [reason for reason in refusals._REASONS if reason is not refusals._synthetic_error]
+    monkeypatch.setattr(refusals, "_REASONS", reasons)
 
 
 @pytest.mark.parametrize("config", list(examples()), ids=json.dumps)

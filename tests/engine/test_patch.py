@@ -152,7 +152,6 @@ SAMPLED_DRAFTS = {"draft_sample_method": "probabilistic"}
         (HYBRID | {"rejection_sample_method": "block"}, "target_match"),
         # The user has chosen.
         (HYBRID | {"verify_strategy": "topp"}, "topp"),
-        (HYBRID | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}, None),
         # Nothing is verified.
         ({"method": "naive"}, None),
     ],
@@ -169,6 +168,14 @@ def test_the_strategy_on_a_cpu_without_one(
     lines = [line for line in log.messages if "on a CPU" in line]
     assert len(lines) == (strategy is not None and "verify_strategy" not in config)
     assert all(f'verify_strategy="{strategy}" is set' in line for line in lines)
+
+
+def test_synthetic_acceptance_on_a_cpu(tiny: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic = HYBRID | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
+    assert create(tiny, dict(synthetic)).specplus.verify_strategy is None
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(SpecPlusConfigError, match='="synthetic" is not allowed on a CPU on Model Runner V1'):
+        create(tiny, dict(synthetic))
 
 
 def test_on_v2_and_off_a_cpu_verification_stays_vllms(tiny: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch) -> None:

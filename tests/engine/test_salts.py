@@ -10,6 +10,7 @@ from vllm_specplus.engine import scheduler as module
 from vllm_specplus.engine.salts import salting
 from vllm_specplus.engine.scheduler import make_salting_scheduler, make_scheduler
 from vllm_specplus.requests.options import SCOPE_ENTRY
+from vllm_specplus.runners.faults import Faults
 
 
 class Stock:
@@ -21,6 +22,9 @@ class Stock:
 
     def add_request(self, request: Any) -> None:
         self.requests.setdefault(request.request_id, request)
+
+    def schedule(self) -> SimpleNamespace:
+        return SimpleNamespace()
 
 
 class StockAsync(Stock):
@@ -77,6 +81,9 @@ def test_a_salt_that_cannot_be_read_is_shared_with_none(log: pytest.LogCaptureFi
     assert scheduler.requests == {"a": request}
     assert params.extra_args == {"my_key": 1}
     assert "AttributeError" in log.text
+    workers = Faults(logs=False)
+    workers.take_over(scheduler.schedule())
+    assert workers.counts == {"requests": 1}
 
 
 def test_a_request_without_sampling_is_left_alone() -> None:

@@ -10,6 +10,7 @@ from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.engine import scheduler as module
 from vllm_specplus.engine.scheduler import WidthChooser, WidthScheduler, make_scheduler
 from vllm_specplus.proposers.draft_widths import Plan
+from vllm_specplus.runners.faults import Faults
 
 WIDTHS = [0, 1, 2, 4]
 
@@ -174,17 +175,18 @@ def test_synchronous_scheduling_has_vllms_scheduler(
 def test_where_vllm_dropped_the_schedule_nothing_is_chosen(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(WidthScheduler.__bases__[0], "__init__", Stock.__init__)
+    monkeypatch.setattr(module.AsyncScheduler, "__init__", Stock.__init__)
     scheduler = WidthScheduler(SimpleNamespace())
     assert scheduler._chooser is None
     assert log.messages == ["slots for drafts in a step: always all, since vLLM has dropped the other widths"]
     scheduler._ask(lambda chooser: pytest.fail("nobody to ask"))
 
 
-def test_an_error_ends_the_choice_and_is_logged_once(
+def test_a_fault_ends_the_choice_is_logged_once_and_goes_to_the_workers(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(WidthScheduler.__bases__[0], "__init__", Stock.__init__)
+    monkeypatch.setattr(module.AsyncScheduler, "__init__", Stock.__init__)
+    monkeypatch.setattr(module.AsyncScheduler, "schedule", lambda self: SimpleNamespace())
     scheduler = WidthScheduler(SimpleNamespace(), [0, 0, 1, 4, 4])
     assert "slots for drafts in a step: 0, 1, 4, whichever the accepted drafts pay for" in log.messages
     text = "what a client " + "wrote"
@@ -195,3 +197,7 @@ def test_an_error_ends_the_choice_and_is_logged_once(
     assert "KeyError" in said
     assert "in _ask" in said
     assert text not in log.text
+    workers = Faults(logs=False)
+    for _ in range(2):
+        workers.take_over(scheduler.schedule())
+    assert workers.counts == {"scheduling": 1}

@@ -1,5 +1,6 @@
-"""What a worker answers when it is asked for counts."""
+"""What a worker answers when it is asked for counts, and what it counts."""
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,9 @@ class Tracker:
     def __init__(self) -> None:
         self.live_requests = SimpleNamespace(faults=Faults(logs=False))
         self.is_well = True
+
+    def before_step(self, scheduler_output: Any) -> None:
+        assert scheduler_output.is_valid
 
     def stats(self) -> dict[str, Any]:
         return {"entries": {"requests": 1 // self.is_well}}
@@ -34,3 +38,28 @@ def test_a_fault_is_counted_and_not_raised() -> None:
     tracker.is_well = False
     assert ask(worker) == (None, None)
     assert tracker.live_requests.faults.counts == {"counting": 2}
+
+
+class StockWorker:
+    """In the place of vLLM's worker."""
+
+    def execute_model(self, scheduler_output: Any) -> str:
+        return "a step"
+
+
+class Worker(SpecPlusWorkerMixin, StockWorker):
+    """The plugin's worker."""
+
+
+def test_a_worker_counts_the_faults_of_its_scheduler_and_its_own() -> None:
+    tracker = Tracker()
+    worker = Worker()
+    worker._tracker = tracker  # type: ignore[assignment]
+    scheduler = Faults(logs=False)
+    scheduler.note("requests", ValueError())
+    for is_valid in (True, False):
+        output = SimpleNamespace(is_valid=is_valid)
+        scheduler.hand_over(output)
+        # Messages to other processes are pickled.
+        assert worker.execute_model(pickle.loads(pickle.dumps(output))) == "a step"
+    assert tracker.live_requests.faults.counts == {"requests": 2}

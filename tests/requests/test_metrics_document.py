@@ -9,6 +9,7 @@ from prometheus_client import Metric
 
 from vllm_specplus.config import resolve
 from vllm_specplus.requests.endpoints import metric_families
+from vllm_specplus.requests.faults import RequestPart
 from vllm_specplus.runners.faults import FaultyPart
 from vllm_specplus.runners.live_requests import LiveRequests
 from vllm_specplus.sources import SOURCES
@@ -48,7 +49,7 @@ def test_values_of_labels() -> None:
     assert listed == {
         "source": list(SOURCES),
         "kind": list(LiveRequests(options, model, warns=False).sizes()),
-        "part": list(get_args(FaultyPart)),
+        "part": [*get_args(FaultyPart), *get_args(RequestPart)],
     }
 
 

@@ -1,5 +1,7 @@
 """Faults: what they cost, and what is logged of them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -76,6 +78,25 @@ def test_faults_of_one_part_are_logged_once_and_by_one_worker(log: pytest.LogCap
                 raise ValueError("secret")
         assert faults.counts == {"counting": 3}
     assert log.text.count("a fault in counting, ValueError") == 1
+
+
+def test_a_schedulers_faults_are_logged_once_however_often_they_are_handed_over(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    scheduler, worker = Faults(logs=True), Faults(logs=True)
+    for _ in range(3):
+        output = SimpleNamespace()
+        scheduler.hand_over(output)
+        worker.take_over(output)
+        with scheduler.caught("requests"):
+            raise ValueError
+    assert worker.counts == {"requests": 2}
+    # The scheduler's own stack says nothing of the worker's fault.
+    with worker.caught("requests"):
+        raise KeyError
+    assert worker.counts == {"requests": 3}
+    assert log.text.count("a fault in requests, ValueError") == 1
+    assert log.text.count("a fault in requests, KeyError") == 1
 
 
 def test_what_ends_the_process_is_not_caught() -> None:

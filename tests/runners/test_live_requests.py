@@ -129,9 +129,12 @@ def test_sizes_go_back_to_zeros() -> None:
 @pytest.mark.parametrize("warns", [True, False])
 def test_what_was_cut_off_is_logged_once(warns: bool, log: pytest.LogCaptureFixture) -> None:
     requests = new_requests(warns=warns)
-    for _ in range(2):
-        requests.begin([new_request("a", [70001], num_cut=3), new_request("b", [5])])
-    said = "request 'a': its reference is longer than the model length: 3 tokens or more are cut off"
+    for name in ("a", "a", "b", "c"):
+        requests.begin([new_request(name, [70001], num_cut=3), new_request("d", [5])])
+    said = (
+        "request 'a': its reference is longer than the model length: 3 tokens or more are cut off; no other such "
+        "request is logged"
+    )
     assert [record.getMessage() for record in log.records] == [said] * warns
 
 

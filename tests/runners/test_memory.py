@@ -1,5 +1,6 @@
 """The bounds of docs/limits.md, each driven to where it holds."""
 
+import pickle
 import tracemalloc
 import weakref
 
@@ -7,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.runners.test_live_requests import model_config, new_request, request_of
+from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import reference_text
 from vllm_specplus.proposers.history import History
 from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.runners import request_counts
+from vllm_specplus.runners.live_requests import LiveRequests
 from vllm_specplus.runners.request_counts import RequestCounts
 
 NUM_REQS, MAX_LEN = 6, 4096
@@ -36,12 +40,24 @@ def test_ngram_tables() -> None:
 
 @pytest.mark.parametrize("edit", [False, True])
 def test_a_reference(edit: bool) -> None:
-    """28 bytes for each token of it."""
+    """28 bytes for each token of it, with the message that brought it, besides the edits that it remembers."""
     rng = np.random.default_rng(0)
     text = rng.integers(0, 5, MAX_LEN).astype(np.int32)
     output = text.copy()
     output[::3] = rng.integers(0, 5, len(output[::3]))
-    reference = ReferenceText(text, edit=edit, min_ngram_size=1, max_ngram_size=4)
+    options = SpecPlusOptions(method="ngram", num_speculative_tokens=4, min_ngram_size=1, max_ngram_size=4)
+    requests = LiveRequests(options, model_config(MAX_LEN), warns=False)
+    requests.begin([new_request("a few tokens, so that all is imported", text[:9], edit=edit)])
+    message = [new_request("a", text, edit=edit)]
+    tracemalloc.start()
+    try:
+        requests.begin(pickle.loads(pickle.dumps(message)))
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size <= 28 * MAX_LEN + 8192
+    reference = request_of(requests, "a").reference
+    assert reference is not None
     for length in range(1, MAX_LEN, 2):
         reference.draft(output[:length], 8)
     arrays = [value for value in vars(reference).values() if isinstance(value, np.ndarray)]

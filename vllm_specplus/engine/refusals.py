@@ -60,6 +60,16 @@ def _noise_error(setup: EngineSetup) -> SpecPlusConfigError | None:
     )
 
 
+def _synthetic_error(setup: EngineSetup) -> SpecPlusConfigError | None:
+    is_synthetic = setup.resolved.vllm.get("rejection_sample_method") == "synthetic"
+    if setup.device_type != "cpu" or setup.on_v2 or not is_synthetic:
+        return None
+    return config_error(
+        'rejection_sample_method="synthetic" is not allowed on a CPU on Model Runner V1: vLLM lacks it there, and the '
+        "engine dies at the first draft; leave it out"
+    )
+
+
 def _pipeline_error(setup: EngineSetup) -> SpecPlusConfigError | None:
     size = setup.parallel_config.pipeline_parallel_size
     if size == 1 or not setup.options.drafts_from_history:
@@ -122,6 +132,7 @@ _REASONS: tuple[Callable[[EngineSetup], SpecPlusConfigError | None], ...] = (
     _watermark_error,
     _sharded_sampling_error,
     _noise_error,
+    _synthetic_error,
     _pipeline_error,
     _async_scheduling_error,
     _linear_attention_error,

@@ -8,18 +8,16 @@ import hashlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm_specplus.engine.scheduler_faults import FaultsMixin
 from vllm_specplus.requests.options import SCOPE_ENTRY
-from vllm_specplus.runners.faults import Faults
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
-else:
-    Scheduler = object
 
 _BYTES = 16
 
 
-class SaltingMixin(Scheduler):
+class SaltingMixin(FaultsMixin):
     """Marks each request with its scope: a digest of its salt, so that no log shows the salt; "" without one.
 
     A request whose salt cannot be read has no mark, and shares with none.
@@ -28,7 +26,6 @@ class SaltingMixin(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._digest_key = os.urandom(_BYTES)
-        self._faults = Faults(logs=True)
 
     def add_request(self, request: Any) -> None:
         """Mark a request, then add it as vLLM does; takes vLLM's ``Request``."""
@@ -48,6 +45,6 @@ class SaltingMixin(Scheduler):
         return hashlib.blake2b(encoded, digest_size=_BYTES, key=self._digest_key).hexdigest()
 
 
-def salting(scheduler: type[Scheduler]) -> type[Scheduler]:
+def salting(scheduler: "type[Scheduler]") -> "type[Scheduler]":
     """The subclass of one of vLLM's schedulers that marks requests with their scope."""
     return type(f"Salting{scheduler.__name__}", (SaltingMixin, scheduler), {})

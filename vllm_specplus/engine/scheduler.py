@@ -16,8 +16,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.engine.salts import salting
+from vllm_specplus.engine.scheduler_faults import FaultsMixin
 from vllm_specplus.proposers.draft_widths import DraftWidths, Plan
-from vllm_specplus.requests.faults import stack_of
 from vllm_specplus.runners.step_prices import has_no_prompts
 
 logger = init_logger("vllm.specplus")
@@ -50,7 +50,7 @@ def _build(scheduler: type[Scheduler], vllm_config: VllmConfig, **kwargs: Any) -
     return (salting(scheduler) if options.needs_salts else scheduler)(vllm_config=vllm_config, **kwargs)
 
 
-class WidthScheduler(AsyncScheduler):
+class WidthScheduler(FaultsMixin, AsyncScheduler):
     """Sets vLLM's table of widths by batch size anew before each step."""
 
     dynamic_sd_lookup: list[int] | None
@@ -87,18 +87,10 @@ class WidthScheduler(AsyncScheduler):
         """Ask the chooser, if there is one; an error of it ends the choice, and nothing else."""
         if self._chooser is None:
             return
-        try:
+        with self._faults.caught("scheduling"):
             question(self._chooser)
-        except Exception as error:
-            width = max(self._tables)
-            # The message is left out, as of all faults: it might hold a client's text.
-            logger.error(
-                "cannot choose how many slots a step has, %s: from now on each has %d\n%s",
-                type(error).__name__,
-                width,
-                stack_of(error),
-            )
-            self._chooser, self.dynamic_sd_lookup = None, self._tables[width]
+            return
+        self._chooser, self.dynamic_sd_lookup = None, self._tables[max(self._tables)]
 
 
 class WidthChooser:

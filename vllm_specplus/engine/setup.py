@@ -19,8 +19,6 @@ from vllm_specplus.strategies import VerifyStrategy
 
 logger = init_logger("vllm.specplus")
 
-# Model Runner V1 has no verifier of its own for "block": it runs the default one.
-_DEFAULT_VERIFIER_ON_V1 = (None, "standard", "block")
 # The methods that vLLM runs on V1 alone; the plugin's own suffix decoding runs on both.
 _METHODS_OF_V1 = ("medusa", "custom_class")
 # All workers on a machine that are started together give this part of its memory to shared suffix trees.
@@ -72,15 +70,12 @@ def default_strategy(setup: EngineSetup) -> VerifyStrategy | None:
     """The strategy for an engine whose config names none; None: vLLM's own verification.
 
     On a CPU, vLLM's rejection sampling on Model Runner V1 reads memory that nothing wrote. So the plugin's lossless
-    rule for the drafts takes its place. V2's own verification is right everywhere. A verifier of another kind, such as
-    the synthetic one, stays vLLM's.
+    rule for the drafts takes its place. V2's own verification is right everywhere.
     """
     options = setup.options
     if options.verify_strategy is not None or setup.device_type != "cpu" or setup.on_v2:
         return None
     if not options.num_speculative_tokens:
-        return None
-    if setup.resolved.vllm.get("rejection_sample_method") not in _DEFAULT_VERIFIER_ON_V1:
         return None
     has_sampled_drafts = options.is_hybrid and setup.resolved.vllm.get("draft_sample_method") == "probabilistic"
     return "rejection" if has_sampled_drafts else "target_match"

@@ -70,7 +70,9 @@ class SpecPlusWorkerMixin(_VllmWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         """Take note of what the step's new requests ask for, then run the step."""
         if self._tracker is not None:
-            with self._tracker.live_requests.faults.caught("requests"):
+            faults = self._tracker.live_requests.faults
+            faults.take_over(scheduler_output)
+            with faults.caught("requests"):
                 self._tracker.before_step(scheduler_output)
         return super().execute_model(scheduler_output)
 

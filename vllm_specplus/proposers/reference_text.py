@@ -39,7 +39,7 @@ class ReferenceText:
     output's last min_ngram_size tokens in the reference, at most over the nearest `_MAX_PLACES`.
 
     Args:
-        token_ids: [n] int32, the reference; copied. n may be 0.
+        token_ids: [n] int32, the reference; copied if it can be written to. n may be 0.
         edit: selects the mode.
         min_ngram_size: smallest n-gram size, >= 1.
         max_ngram_size: largest n-gram size, >= min_ngram_size.
@@ -56,7 +56,7 @@ class ReferenceText:
         self.edit = edit
         self.min_ngram_size = min_ngram_size
         self.max_ngram_size = max_ngram_size
-        self._text = token_ids.copy()
+        self._text = token_ids.copy() if token_ids.flags.writeable else token_ids
         hashes = _hash_ngrams(self._text, min_ngram_size)
         self._starts = np.argsort(hashes, kind="stable")  # n-gram starts by hash; those of one hash are in text order
         self._hashes = hashes[self._starts]

@@ -4,12 +4,17 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from vllm.logger import init_logger
 
 from vllm_specplus.requests.options import RequestError
 
 logger = init_logger("vllm.specplus")
+
+RequestPart = Literal[
+    "reading a request", "checking a request", "reading a reference", "counting steps", "reporting counts"
+]
 
 
 def stack_of(error: Exception) -> str:
@@ -25,10 +30,10 @@ class RequestFaults:
     """
 
     def __init__(self) -> None:
-        self.counts = Counter[str]()
+        self.counts = Counter[RequestPart]()
 
     @contextmanager
-    def caught(self, part: str, effect: str) -> Iterator[None]:
+    def caught(self, part: RequestPart, effect: str) -> Iterator[None]:
         """Catch an exception of the block, but for the refusal of a field.
 
         The log has the exception's type and stack. Its message might hold a client's text.

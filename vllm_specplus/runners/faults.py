@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from vllm.logger import init_logger
@@ -13,19 +13,20 @@ from vllm_specplus.requests.faults import stack_of
 
 logger = init_logger("vllm.specplus")
 
-FaultyPart = Literal["drafting", "counting", "requests"]
+FaultyPart = Literal["drafting", "counting", "requests", "scheduling"]
 _EFFECTS: dict[FaultyPart, str] = {
     "drafting": "the requests that it was for go on without drafts",
     "counting": "counts are incomplete",
     "requests": "what a request asked for may be ignored",
+    "scheduling": "the scheduler cannot choose how many slots a step has, so each has all",
 }
 
 
 class Faults:
-    """A worker's faults, and the requests that have no drafts any more because of one.
+    """The faults of a worker or scheduler, and the requests that have no drafts any more because of one.
 
     Args:
-        logs: whether this worker logs them; one worker does, for all that have the same requests.
+        logs: whether its process logs them; one worker does, for all that have the same requests.
 
     Attributes:
         counts: by part.
@@ -34,6 +35,7 @@ class Faults:
     def __init__(self, *, logs: bool) -> None:
         self.counts: Counter[FaultyPart] = Counter()
         self._logs = logs
+        self._logged: set[FaultyPart] = set()
         self._without_drafts: set[str] = set()
 
     def caught(self, part: FaultyPart, req_ids: Iterable[str] = ()) -> "_Caught":
@@ -52,8 +54,22 @@ class Faults:
         """
         self._without_drafts.update(req_ids)
         self.counts[part] += 1
-        if self._logs and self.counts[part] == 1:
+        if self._logs and part not in self._logged:
+            self._logged.add(part)
             logger.error("a fault in %s, %s: %s\n%s", part, type(error).__name__, _EFFECTS[part], stack_of(error))
+
+    def hand_over(self, scheduler_output: Any) -> None:
+        """Leave the counts of a scheduler to its workers, which are asked for counts; see `take_over`.
+
+        Args:
+            scheduler_output: vLLM's ``SchedulerOutput`` of the next step.
+        """
+        if self.counts:
+            scheduler_output.specplus_faults, self.counts = self.counts, Counter()
+
+    def take_over(self, scheduler_output: Any) -> None:
+        """Add the counts that the scheduler has left to this worker."""
+        self.counts.update(getattr(scheduler_output, "specplus_faults", ()))
 
     def finish(self, req_ids: Iterable[str]) -> None:
         """Forget requests that have ended; unknown ids are ignored."""

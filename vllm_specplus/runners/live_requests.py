@@ -67,7 +67,7 @@ class LiveRequests:
         self._options = options
         self._vocab_size = model_config.get_vocab_size()
         self._max_model_len = model_config.max_model_len
-        self._warns = warns
+        self._warns = self._warns_of_cuts = warns
         self._requests: dict[str, LiveRequest] = {}
         self.counts = RequestCounts()
         self.faults = Faults(logs=warns)
@@ -125,10 +125,12 @@ class LiveRequests:
         self._requests[req_id] = LiveRequest(req_id, wire, resolved, self._options, self.faults)
         if resolved.counts_key is not None:
             self.counts.begin(resolved.counts_key)
-        if resolved.num_cut and self._warns:
-            # A client chooses its request's id, with line breaks in it too.
+        if resolved.num_cut and self._warns_of_cuts:
+            # Once, so that no client fills the log. It chooses its request's id, with line breaks in it too.
+            self._warns_of_cuts = False
             logger.warning(
-                "request %.80r: its reference is longer than the model length: %d tokens or more are cut off",
+                "request %.80r: its reference is longer than the model length: %d tokens or more are cut off; no other "
+                "such request is logged",
                 req_id,
                 resolved.num_cut,
             )

@@ -14,6 +14,7 @@ from tests.e2e.faults import (
     at_calls,
     check_alive,
     check_faults,
+    check_faults_in_accepting_all,
     fault,
     let_drafts_pay,
     reads_the_faulty,
@@ -24,8 +25,9 @@ from vllm_specplus.proposers.arbiter import Arbiter
 from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.proposers.suffix import SuffixMatcher
-from vllm_specplus.runners.live_requests import LiveRequest
+from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 from vllm_specplus.runners.step_prices import StepPrices
+from vllm_specplus.runners.v1 import drafter
 from vllm_specplus.runners.v1 import requests as v1_requests
 from vllm_specplus.runners.v1.history import HostHistory
 
@@ -97,6 +99,7 @@ def test_a_fault_in_the_arbiter_costs_the_batch_its_drafts(
         (AdaptiveDrafter, "is_asleep"),
         (AdaptiveDrafter, "set_prices"),
         (StepPrices, "agree"),
+        (drafter, "kept_tokens"),
     ]
     with engine(trained, config_of("mtp_ngram", draft, adaptive=True)) as e:
         for i, (owner, name) in enumerate(places):
@@ -136,15 +139,27 @@ def test_a_fault_in_counting_or_following_costs_no_text(
         (StepPrices, "add_passes"),
         (StepPrices, "begin_step"),
         (LiveRequest, "__init__"),
+        (LiveRequests, "accept_all_mask"),
         (StepPrices, "add_tokens"),
         (v1_requests, "count_drafts"),
     ]
-    with engine(trained, config_of("mtp_ngram", draft, adaptive=True)) as e:
+    with engine(trained, config_of("mtp_ngram", draft, adaptive=True, allow_force_accept=True)) as e:
         for owner, name in places:
             with fault(owner, name, at_calls(2)) as hits:
                 assert ask(e, PROMPTS, references, max_tokens=48) == expected
             assert hits == [0], name
-        assert stats(e)["faults"] == {"requests": 2, "counting": 3}
+        assert stats(e)["faults"] == {"requests": 3, "counting": 3}
+        check_faults_in_accepting_all(e, PROMPTS, expected, max_tokens=48)
         check_faults(e, "requests", log)
         check_faults(e, "counting", log)
         check_alive(e, expected)
+
+
+def test_a_seeded_request_whose_prompt_comes_in_chunks_where_nothing_is_verified(trained: Path) -> None:
+    """vLLM alone ends at one on a CPU."""
+    texts = []
+    for chunk in (32, 512):
+        with engine(trained, {"method": "naive"}, max_num_batched_tokens=chunk) as e:
+            texts.append(e.tokens(OTHERS[:2], n=5, temperature=0.9, seed=11))
+    assert texts[0] == texts[1]
+    assert len(set(map(tuple, texts[0]))) == 10

@@ -92,12 +92,17 @@ def count_often(worker: Any) -> None:
 
 def test_faults_of_all_workers_cost_no_text(trained: Path, draft: Path) -> None:
     arbiter = "vllm_specplus.proposers.arbiter.Arbiter"
-    counting = f"{v1_requests.__name__}.count_drafts"
+    places = [
+        *COMMON_PLACES,
+        *(("drafting", f"{arbiter}.{name}") for name in ("begin_step", "plan_passes", "offer", "choose")),
+        ("drafting", "vllm_specplus.runners.v1.drafter.kept_tokens"),
+        ("counting", "vllm_specplus.runners.step_prices.StepPrices.add_passes"),
+        ("counting", f"{v1_requests.__name__}.count_drafts"),
+    ]
     with engine(trained) as e:
         texts = e.tokens(PROMPTS_OF_FAULTS)
     with engine(trained, config_of("mtp_suffix", draft, adaptive=True), **TWO) as e:
         e.llm.collective_rpc(count_often)
-        places = [*COMMON_PLACES, f"{arbiter}.offer", f"{arbiter}.choose", counting]
         check_faults_of_all_workers(e, places, texts, max_tokens=48)
         (first, _) = e.llm.collective_rpc("specplus_stats")
         assert sum(first["accepted"]["suffix"]) > 0

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import engine
+from tests.e2e.faults import InjectedError
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from vllm_specplus.engine.scheduler import WidthScheduler
 from vllm_specplus.proposers.costs import StepTimes
@@ -75,7 +76,7 @@ def test_an_error_of_the_choice_costs_the_choice_alone(
         expected = tokens(e)
 
     def fail(self: DraftWidths, *args: Any) -> None:
-        raise ZeroDivisionError
+        raise InjectedError
 
     monkeypatch.setattr(DraftWidths, "add_result", fail)
     with async_engine(trained, CONFIGS["ngram"], chooses_widths=True) as e:

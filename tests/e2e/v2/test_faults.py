@@ -13,6 +13,7 @@ from tests.e2e.faults import (
     at_calls,
     check_alive,
     check_faults,
+    check_faults_in_accepting_all,
     fault,
     let_drafts_pay,
     reads_the_faulty,
@@ -21,7 +22,7 @@ from tests.e2e.references import ask, config_of, stats
 from tests.e2e.v2.engines import async_engine
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.proposers.suffix import SuffixMatcher
-from vllm_specplus.runners.live_requests import LiveRequest
+from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.runners.v2 import adaptive, fillers
 from vllm_specplus.runners.v2 import requests as v2_requests
@@ -103,7 +104,7 @@ def test_any_other_fault_costs_the_batch_its_drafts_or_its_counts(
     places: dict[str, list[tuple[Any, str]]] = {
         "drafting": [(RequestTracker, "limits_of"), (TokenCopier, "advance")],
         "counting": [(RequestTracker, "count_steps"), (v2_requests, "count_drafts")],
-        "requests": [(LiveRequest, "__init__")],
+        "requests": [(LiveRequest, "__init__"), (LiveRequests, "accept_all_mask")],
     }
     if is_adaptive:
         places["drafting"] += [
@@ -120,7 +121,7 @@ def test_any_other_fault_costs_the_batch_its_drafts_or_its_counts(
         ]
     references = [{"sp_advice_prompt_token_ids": text} for text in expected[:3]]
     start = async_engine if is_async else engine
-    with start(trained, config_of("mtp_ngram", draft, adaptive=is_adaptive)) as e:
+    with start(trained, config_of("mtp_ngram", draft, adaptive=is_adaptive, allow_force_accept=True)) as e:
         for part, of_part in places.items():
             for i, (owner, name) in enumerate(of_part):
                 before = stats(e)
@@ -134,6 +135,7 @@ def test_any_other_fault_costs_the_batch_its_drafts_or_its_counts(
                     accepted, accepted_before = (sum(map(sum, found["accepted"].values())) for found in (after, before))
                     assert accepted - accepted_before > 2 * NUM_DRAFTS * len(PROMPTS), name
             check_faults(e, part, log)
+        check_faults_in_accepting_all(e, PROMPTS, expected[:3], max_tokens=24)
         if is_adaptive:
             with fault(AdaptiveFiller, "end", lambda *args: True) as hits:
                 assert ask(e, PROMPTS, references, max_tokens=24) == expected[:3]

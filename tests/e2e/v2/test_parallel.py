@@ -121,8 +121,14 @@ def test_workers_that_do_not_agree_on_prices_draft_otherwise(trained: Path) -> N
 
 @pytest.mark.parametrize("start", [engine, pytest.param(async_engine, marks=pytest.mark.slow)])
 def test_faults_of_all_workers_cost_no_text(start: Any, trained: Path, draft: Path) -> None:
-    runner = "vllm_specplus.runners.v2"
-    places = [*COMMON_PLACES, f"{runner}.adaptive.AdaptiveFiller._judge", f"{runner}.requests.count_drafts"]
+    runner, prices = "vllm_specplus.runners.v2", "vllm_specplus.runners.step_prices.StepPrices"
+    places = [
+        *COMMON_PLACES,
+        *(("drafting", f"{runner}.adaptive.AdaptiveFiller.{name}") for name in ("_plan_passes", "_judge", "_choose")),
+        ("drafting", f"{runner}.host_tokens.TokenCopier.advance"),
+        *(("counting", f"{prices}.{name}") for name in ("expect_passes", "add_past_passes")),
+        ("counting", f"{runner}.requests.count_drafts"),
+    ]
     with engine(trained) as e:
         texts = tokens(e, PROMPTS_OF_FAULTS)
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

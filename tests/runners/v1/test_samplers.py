@@ -1,5 +1,6 @@
 """What vLLM's samplers are asked on Model Runner V1."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,13 @@ from vllm.v1.sample.logits_processor import (
     LogitsProcessors,
     MinTokensLogitsProcessor,
 )
+from vllm.v1.sample.sampler import Sampler
 
-from vllm_specplus.runners.v1.samplers import StrategyRejectionSampler, _are_processors_idle
+from vllm_specplus.runners.v1.samplers import (
+    RewindingSampler,
+    StrategyRejectionSampler,
+    _are_processors_idle,
+)
 
 
 def test_rows_without_drafts_are_bonus_rows() -> None:
@@ -23,6 +29,33 @@ def test_rows_without_drafts_are_bonus_rows() -> None:
     logits, metadata = torch.zeros(2, 8), object()
     sampler.forward(SimpleNamespace(num_draft_tokens=[0, 0]), None, logits, metadata)
     assert asked == [((logits, metadata), {"predict_bonus_token": True})]
+
+
+@dataclass
+class Generators:
+    """The part of vLLM's sampling metadata that has the generators, by request."""
+
+    generators: dict[int, Any]
+
+
+def test_what_a_step_of_a_prompt_has_drawn_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request's own generator goes on where it stands, also when vLLM puts it into the batch again."""
+    monkeypatch.setattr(
+        Sampler,
+        "sample",
+        lambda self, logits, metadata, mode: [torch.rand(1, generator=g).item() for g in metadata.generators.values()],
+    )
+    sampler = RewindingSampler.__new__(RewindingSampler)
+    plain, own = (torch.Generator().manual_seed(5) for _ in range(2))
+    expected = [torch.rand(1, generator=plain).item() for _ in range(3)]
+    batch = Generators({4: own})
+    for _ in range(3):
+        assert sampler.sample(torch.zeros(1), batch) == expected[:1]
+        generator = batch.generators[4]
+        generator.set_offset(generator.get_offset() - 4)
+    assert sampler.sample(torch.zeros(1), batch) == expected[:1]
+    assert sampler.sample(torch.zeros(1), batch) == expected[1:2]
+    assert sampler.sample(torch.zeros(1), Generators({0: own})) == expected[2:]
 
 
 def processor(kind: type, **state: Any) -> Any:

@@ -6,6 +6,7 @@ import pytest
 from tests.kernels.test_drafts import Request, continued
 from tests.proposers.reference import make_history
 from tests.runners.v2.suffix_engine import MAX_LEN, Engine, Event
+from vllm_specplus.proposers import SuffixMatcher
 
 pytestmark = pytest.mark.interpreter
 
@@ -156,6 +157,27 @@ def test_a_request_gets_no_tokens_of_the_one_that_had_its_place():
     assert engine.step({"b": [1]}) == ([[]], [0])
     assert engine.mirrored("b") == [*[2] * 7, 1]
     assert engine.matched_requests == {"b"}
+
+
+def test_an_ended_request_is_forgotten_though_its_last_match_fails(monkeypatch):
+    engine = Engine(is_async=True)
+    for index, name in enumerate("ab"):
+        engine.add(name, index, PERIOD)
+    engine.step({"a": PERIOD[:1], "b": PERIOD[:1]})
+    engine.remove("a")
+    match = SuffixMatcher.match
+
+    def fails_at_a(matcher, history, *args):
+        if "a" in history.req_ids:
+            raise ValueError
+        return match(matcher, history, *args)
+
+    monkeypatch.setattr(SuffixMatcher, "match", fails_at_a)
+    for token in PERIOD[1:3]:
+        engine.step({"b": [token]})
+    faults = engine.slot_filler._faults
+    assert faults.counts == {"drafting": 1}
+    assert not faults.without_drafts
 
 
 def test_a_request_that_comes_back_to_its_place_has_what_it_brings():

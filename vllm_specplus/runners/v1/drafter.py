@@ -175,17 +175,11 @@ class HybridMixin(_Proposer):
 
         While the draft model sleeps the result is twice None.
         """
-        rows = sampled_token_ids.tolist()
-        discarded = discard_request_mask[: len(rows)].tolist()
-        vocab = gpu_input_batch.vocab_size
-        self._sampled_tokens = [
-            [] if gone else [token for token in row if 0 <= token < vocab]
-            for row, gone in zip(rows, discarded, strict=True)
-        ]
-        self._tokens_on_host = False
-        req_ids = gpu_input_batch.req_ids[: len(rows)]
+        req_ids = gpu_input_batch.req_ids[: len(sampled_token_ids)]
+        self._sampled_tokens, self._tokens_on_host = [[] for _ in req_ids], False
         self._is_asleep, self._inputs_time = False, 0.0
         with self._faults.caught("drafting", req_ids):
+            self._sampled_tokens = kept_tokens(sampled_token_ids, discard_request_mask, gpu_input_batch.vocab_size)
             self._is_asleep = isinstance(self._drafter, AdaptiveDrafter) and self._drafter.is_asleep(req_ids)
         if self._is_asleep:
             # With synchronous scheduling nobody but the draft model reads them.
@@ -347,6 +341,21 @@ def hybrid_class(proposer: type) -> type:
     """Make the hybrid subclass of one of vLLM's proposers."""
     bases = (MedusaMixin, _MedusaHeads) if proposer.__name__ == "MedusaProposer" else (HybridMixin,)
     return type(f"Hybrid{proposer.__name__}", (*bases, proposer), {})
+
+
+def kept_tokens(sampled: torch.Tensor, discarded: torch.Tensor, vocab_size: int) -> list[list[int]]:
+    """[B] lists of the tokens that requests got; none of those whose step is discarded.
+
+    Args:
+        sampled: [B, width] int, -1 after each request's last.
+        discarded: [>= B] bool.
+        vocab_size: tokens from here on are none.
+    """
+    rows = sampled.tolist()
+    return [
+        [] if gone else [token for token in row if 0 <= token < vocab_size]
+        for row, gone in zip(rows, discarded[: len(rows)].tolist(), strict=True)
+    ]
 
 
 def with_one_hot_rows(model_probs: torch.Tensor, drafts: Drafts, width: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from vllm_specplus.runners import BuildStep
 from vllm_specplus.runners.live_requests import OptionsTracker
 from vllm_specplus.runners.v1.drafter import HistoryDrafter, HybridMixin, hybrid_class
 from vllm_specplus.runners.v1.requests import RequestTracker
-from vllm_specplus.runners.v1.samplers import StrategyRejectionSampler, StrategySampler
+from vllm_specplus.runners.v1.samplers import RewindingSampler, StrategyRejectionSampler, StrategySampler
 
 BUILD_STEPS: tuple[BuildStep, ...] = ("init_device",)
 
@@ -34,6 +34,9 @@ def plugin_classes_installed(options: SpecPlusOptions) -> Iterator[None]:
         names |= {name: hybrid_class(proposer) for name, proposer in proposers.items() if proposer is not None}
     if options.verify_strategy is not None:
         names |= {"Sampler": StrategySampler, "RejectionSampler": StrategyRejectionSampler}
+    elif not options.num_speculative_tokens:
+        # On a CPU any other config without a strategy has been given one.
+        names["Sampler"] = RewindingSampler
     if options.method in HISTORY_METHODS:
         names["create_custom_proposer"] = HistoryDrafter
     with compat.override(gpu_model_runner, names):

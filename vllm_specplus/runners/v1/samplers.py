@@ -34,6 +34,38 @@ class _SeedHolder(torch.Generator):
         """Do nothing."""
 
 
+class _Rewind:
+    """Takes a CPU generator back to where it stands now; vLLM does so as with `_SeedHolder`."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self._state = generator.get_state()
+
+    def get_offset(self) -> int:
+        """0: a CPU generator has none."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Go back."""
+        self.generator.set_state(self._state)
+
+
+class RewindingSampler(Sampler):
+    """vLLM's own sampler, which also takes seeded requests whose prompts come in chunks on a CPU."""
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sample as vLLM does; arguments and result are those of vLLM's method."""
+        if logits.device.type == "cpu" and sampling_metadata.generators:
+            # By request; vLLM keeps the requests' own generators elsewhere too.
+            kept = sampling_metadata.generators
+            own = {i: g.generator if isinstance(g, _Rewind) else g for i, g in kept.items()}
+            kept.update({i: _Rewind(generator) for i, generator in own.items()})
+            sampling_metadata = replace(sampling_metadata, generators=own)
+        return super().sample(logits, sampling_metadata, logprobs_mode_override)
+
+
 class _Verifier:
     """Calls ``verify_draft_tokens`` with the arguments that vLLM's V1 runner has for the batch."""
 
@@ -111,7 +143,9 @@ class _Verifier:
         tokens = verify(policy=self._policy).token_ids
         if self.live_requests is None:
             return tokens
-        accepts_all = self.live_requests.accept_all_mask(self._runner.input_batch.req_ids[:num_reqs])
+        accepts_all = None
+        with self.live_requests.faults.caught("requests"):
+            accepts_all = self.live_requests.accept_all_mask(self._runner.input_batch.req_ids[:num_reqs])
         if accepts_all is None:
             return tokens
         chosen = torch.from_numpy(accepts_all).to(tokens.device)

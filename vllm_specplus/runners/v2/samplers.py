@@ -227,8 +227,10 @@ class StrategyRejectionSampler(CountingRejectionSampler):
     ) -> Any:
         """Verify a batch, some of whose requests may have all of their drafts accepted."""
         if self._live_requests is not None:
-            chosen = self._live_requests.accept_all_mask(input_batch.req_ids)
-            self._accepts_all = None if chosen is None else torch.from_numpy(chosen).to(logits.device)
+            self._accepts_all = None
+            with self._live_requests.faults.caught("requests"):
+                chosen = self._live_requests.accept_all_mask(input_batch.req_ids)
+                self._accepts_all = None if chosen is None else torch.from_numpy(chosen).to(logits.device)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def warm_up(self, dtype: torch.dtype, device: torch.device, draft_logits: torch.Tensor | None) -> None:

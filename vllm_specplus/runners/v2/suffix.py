@@ -151,6 +151,8 @@ class SuffixFiller(SlotFiller):
             lengths = np.array([len(text)]), np.array([prompt_len])
             history = History([req_id], text[None], *lengths, self._scopes.of([req_id]))
             self._matcher.match(history, None, np.zeros(1, np.int32))
+            # After a fault nobody else would forget a request that has ended.
+            self._faults.finish([req_id])
 
     def _history(self, input_batch: Any) -> _MirrorHistory:
         indices, mirror = input_batch.idx_mapping_np, self._copier.mirror
