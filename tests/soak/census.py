@@ -18,7 +18,7 @@ def census() -> Counter[str]:
         if str(kind.__module__).partition(".")[0] != _PACKAGE:
             continue
         found[kind.__qualname__] += 1
-        for name, value in getattr(each, "__dict__", {}).items():
+        for name, value in list(getattr(each, "__dict__", {}).items()):
             if isinstance(value, dict | list | set | deque):
                 found[f"{kind.__qualname__}.{name}"] += len(value)
     gc.freeze()

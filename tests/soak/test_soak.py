@@ -200,6 +200,7 @@ def take_census(server: Server) -> dict[str, int]:
     """The plugin's objects while no request runs; rows of requests that are over go when another one begins."""
     server.client().completions.create(model="tiny", prompt="x", max_tokens=2, temperature=0.0)
     wait_until_idle(server)
+    assert not json.loads(server.get("/specplus/stats"))["faults"]
     return json.loads(server.get(CENSUS_PATH))
 
 

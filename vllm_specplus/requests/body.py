@@ -118,14 +118,25 @@ def read_body(received: bytes, max_model_len: int) -> RequestBody | None:
     return RequestBody(vllm_body, options)
 
 
-def check_other_route(received: bytes, max_model_len: int, drafts: bool, is_checked: bool) -> None:
+def without_fields(received: bytes) -> bytes:
+    """The body of a request that goes on without the plugin's fields, whatever they hold."""
+    body = decode_object(received)
+    if body is None:
+        return received
+    rest = {name: value for name, value in body.items() if name not in (*KEYS, *_CONFIG_NAMES)}
+    if isinstance(xargs := body.get("vllm_xargs"), dict):
+        rest["vllm_xargs"] = {name: value for name, value in xargs.items() if name not in KEYS}
+    return json.dumps(rest).encode()
+
+
+def check_other_route(received: bytes, max_model_len: int, drafts: bool, reads_xargs: bool) -> None:
     """Check the body of a route whose requests and answers have other forms, which the plugin's fields do not fit.
 
     Args:
         received: the body.
         max_model_len: see `parse_options`.
-        drafts: whether the plugin drafts in the engine. If not, a ``prediction`` as OpenAI's passes.
-        is_checked: whether the fields in ``vllm_xargs`` are checked where vLLM admits the request. If so, they pass.
+        drafts: whether the plugin drafts in the engine. If not, OpenAI's ``prediction`` passes.
+        reads_xargs: whether the fields in ``vllm_xargs`` are read where vLLM admits the request. If so, they pass.
 
     Raises:
         RequestError: a field is wrong, or stands where vLLM would ignore it.
@@ -133,11 +144,12 @@ def check_other_route(received: bytes, max_model_len: int, drafts: bool, is_chec
     body = decode_object(received) if _FIELD_NAMES.search(received) else None
     if body is None:
         return
+    if not drafts:
+        body.pop("prediction", None)
     xargs = body.get("vllm_xargs")
-    options = take_options(body, xargs if isinstance(xargs, dict) and not is_checked else {}, max_model_len)
-    if options is not None and not drafts:
-        options = options.model_copy(update={"prediction": None})
-    if options is not None and options.stated_keys:
+    unread = {key: xargs[key] for key in KEYS if key in xargs} if isinstance(xargs, dict) and not reads_xargs else {}
+    options = take_options(body, unread, max_model_len)
+    if options is not None:
         field = options.stated_keys[0]
         raise RequestError(
             field,

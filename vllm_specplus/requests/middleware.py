@@ -19,7 +19,7 @@ from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 from vllm.logger import init_logger
 
 from vllm_specplus.requests.api_key import lacks_api_key
-from vllm_specplus.requests.body import RequestBody, check_other_route, read_body
+from vllm_specplus.requests.body import RequestBody, check_other_route, read_body, without_fields
 from vllm_specplus.requests.check import handover, no_drafter_error
 from vllm_specplus.requests.engine_client import check_of_engine, has_drafter, speculates
 from vllm_specplus.requests.faults import request_faults
@@ -38,21 +38,25 @@ logger = init_logger("vllm.specplus")
 
 # SageMaker's ``/invocations`` takes the bodies of the other two.
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
-_OTHER_PATHS = (
+# Those that end in "render" turn a request into tokens and parameters, for another server to run.
+_OTHER_PATHS_WITH_XARGS = (
     "/v1/chat/completions/batch",
     "/v1/responses",
     "/v1/messages",
-    "/v1/systemone",
-    "/v1/decisions",
-    "/inference/v1/generate",
-    "/cohere/v2/chat",
-    # These turn a request into tokens and parameters, for another server to run.
     "/v1/chat/completions/render",
     "/v1/completions/render",
     "/v1/responses/render",
     "/v1/messages/render",
+)
+# vLLM reads no ``vllm_xargs`` there.
+_OTHER_PATHS_WITHOUT_XARGS = (
+    "/v1/systemone",
+    "/v1/decisions",
+    "/inference/v1/generate",
+    "/cohere/v2/chat",
     "/cohere/v2/chat/render",
 )
+_OTHER_PATHS = _OTHER_PATHS_WITH_XARGS + _OTHER_PATHS_WITHOUT_XARGS
 # In a scope: another PredictedOutputs, further out, takes care of the request.
 _SCOPE_MARK = "specplus"
 _LARGE_BODY = 1 << 20
@@ -157,10 +161,11 @@ async def _read(scope: Scope, receive: Receive, engine_client: Any, key: str) ->
         RequestError: a field is not allowed.
     """
     received = await Request(scope, receive).body()
-    body, asked = received, None
-    with request_faults.caught("reading a request", "it goes on as it came"):
-        body, asked = await _take_fields(received, scope, engine_client, key)
-    if asked is not None:
+    taken = None
+    with request_faults.caught("reading a request", "it goes on without its options"):
+        taken = await _take_fields(received, scope, engine_client, key)
+    body, asked = taken or (without_fields(received), None)
+    if body is not received:
         headers = MutableHeaders(scope=scope)
         headers["content-length"] = str(len(body))
         del headers["transfer-encoding"]
@@ -171,8 +176,9 @@ async def _take_fields(received: bytes, scope: Scope, engine_client: Any, key: s
     """The body without the plugin's fields, and what they ask; None if they ask nothing. The rest is as in `_read`."""
     max_model_len = engine_client.vllm_config.model_config.max_model_len
     if scope["path"].endswith(_OTHER_PATHS):
-        drafts, is_checked = _drafts(engine_client), check_of_engine(engine_client) is not None
-        await _off_loop(len(received), check_other_route, received, max_model_len, drafts, is_checked)
+        reads_xargs = scope["path"].endswith(_OTHER_PATHS_WITH_XARGS) and check_of_engine(engine_client) is not None
+        drafts = _drafts(engine_client)
+        await _off_loop(len(received), check_other_route, received, max_model_len, drafts, reads_xargs)
         return received, None
     read = await _off_loop(len(received), read_body, received, max_model_len)
     body = _without_ignored_prediction(read, engine_client)
