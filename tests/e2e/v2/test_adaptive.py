@@ -65,7 +65,7 @@ def base(tiny: Path, trained: Path) -> dict[Path, Texts]:
     [
         pytest.param("mtp_ngram", engine, marks=pytest.mark.every_version),
         ("mtp_ngram", async_engine),
-        ("mtp_suffix", engine),
+        pytest.param("mtp_suffix", engine, marks=pytest.mark.slow),
         pytest.param("mtp_suffix", async_engine, marks=pytest.mark.slow),
         pytest.param("draft_model_ngram", async_engine, marks=pytest.mark.slow),
         pytest.param("draft_model_suffix", engine, marks=pytest.mark.slow),
@@ -73,7 +73,7 @@ def base(tiny: Path, trained: Path) -> dict[Path, Texts]:
         pytest.param("eagle_suffix", engine, marks=pytest.mark.slow),
         ("ngram", async_engine),
         ("suffix", async_engine),
-        ("naive", engine),
+        pytest.param("naive", engine, marks=pytest.mark.slow),
     ],
 )
 def test_text(name: str, start: Any, tiny: Path, trained: Path, draft: Path, base: dict[Path, Texts]) -> None:
@@ -119,7 +119,7 @@ def test_a_model_sleeps_where_no_step_has_slots(
     assert sum(passes[num_steps:]) == 0
 
 
-@pytest.mark.parametrize("start", [engine, async_engine])
+@pytest.mark.parametrize("start", [pytest.param(engine, marks=pytest.mark.slow), async_engine])
 def test_sampled_drafts_are_chosen_blindly(start: Any, trained: Path) -> None:
     config = CONFIGS["mtp_ngram"] | {"draft_sample_method": "probabilistic"}
     with start(trained, config) as e:

@@ -120,7 +120,10 @@ def test_v1_has_the_same_text(trained: Path, draft: Path, plain_text: Any) -> No
         assert v1_tokens(trained, config) == plain_text[trained, "few"]
 
 
-@pytest.mark.parametrize("proposer", ["mtp_ngram_override", "mtp_suffix", "ngram", "suffix", "naive"])
+@pytest.mark.parametrize(
+    "proposer",
+    [pytest.param("mtp_ngram_override", marks=pytest.mark.slow), "mtp_suffix", "ngram", "suffix", "naive"],
+)
 def test_asynchronous_scheduling(proposer: str, trained: Path, draft: Path, plain_text: Any) -> None:
     """All slots are scheduled before their drafts are made; those without a draft are padding."""
     with async_engine(trained, speculative(proposer, draft)) as e:

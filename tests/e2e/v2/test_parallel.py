@@ -43,7 +43,7 @@ def slow(*case: Any) -> Any:
     ("proposer", "more", "start", "parallel"),
     [
         slow("mtp_suffix", {"verify_strategy": "greedy"}, engine, TENSOR),
-        ("mtp_suffix", {"adaptive": True, "verify_strategy": "topp"}, engine, TENSOR),
+        slow("mtp_suffix", {"adaptive": True, "verify_strategy": "topp"}, engine, TENSOR),
         slow("mtp_ngram", {"adaptive": True}, async_engine, TENSOR),
         (
             "mtp_ngram",
