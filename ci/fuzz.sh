@@ -43,7 +43,8 @@ fuzz() {
     config) again tests/config/test_properties.py ;;
     json) json ;;
     bodies) again tests/requests/test_fuzz.py::test_bodies ;;
-    messages) again tests/requests/test_fuzz.py::test_worker_messages tests/requests/test_fuzz.py::test_questions_to_workers ;;
+    messages) again tests/requests/test_fuzz.py::test_worker_messages \
+      tests/requests/test_fuzz.py::test_questions_to_workers ;;
     sockets)
       export SPECPLUS_FUZZ_SEED=${SPECPLUS_FUZZ_SEED:-$RANDOM$RANDOM} SPECPLUS_SOAK_SECONDS=$((60 * minutes))
       pytest -q -s tests/soak/test_soak.py::test_raw_requests

@@ -53,8 +53,8 @@ class Worker(SpecPlusWorkerMixin, StockWorker):
 
 def test_a_worker_counts_the_faults_of_its_scheduler_and_its_own() -> None:
     tracker = Tracker()
-    worker = Worker()
-    worker._tracker = tracker  # type: ignore[assignment]
+    worker: Any = Worker()
+    worker._tracker = tracker
     scheduler = Faults(logs=False)
     scheduler.note("requests", ValueError())
     for is_valid in (True, False):
