@@ -81,6 +81,9 @@ def verify_draft_tokens(
             are checked on the CPU only.
     """
     check_choice("backend", backend, BACKENDS)
+    # Here alone: the estimate of a step's cost records its launches on tensors without values.
+    if isinstance(logits, torch.Tensor) and logits.is_meta:
+        raise ValueError("logits is on meta; allowed: a device that holds values")
     inputs = make_inputs(
         logits=logits,
         cu_num_rows=cu_num_rows,

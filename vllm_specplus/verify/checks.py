@@ -97,8 +97,6 @@ def _as(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 def _check_tensors(logits: torch.Tensor, temperature: torch.Tensor, others: Mapping[str, object]) -> None:
     """Check dtypes, shapes and devices; logits and temperature set the sizes of the others."""
     _check_tensor("logits", logits, _FLOAT_LOGITS, 2)
-    if logits.is_meta:
-        raise ValueError("logits is on meta; allowed: a device that holds values")
     if logits.shape[1] == 0:
         raise ValueError(f"logits has shape {tuple(logits.shape)}; the vocabulary cannot be empty")
     _check_tensor("temperature", temperature, _FLOATS, 1)
