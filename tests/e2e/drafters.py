@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.e2e.engines import PROMPTS, engine
-from tests.e2e.families import make_family, make_medusa, make_two_layers
+from tests.e2e.families import NUM_LAYERS, make_family, make_medusa, make_two_layers
 from tests.e2e.references import stats
 from vllm_specplus.config import SpecPlusConfigError
 from vllm_specplus.testing.tiny_model import make_random
@@ -36,7 +36,9 @@ class Drafter:
     """A row of the table.
 
     make: writes the target into a folder, and its draft checkpoint, if it has one of its own, into `draft` in there.
-    config: the keys that name the drafter. on_v2: more keys of its hybrids on Model Runner V2.
+    config: the keys that name the drafter. on_v2: more keys of its hybrids on Model Runner V2; fixed_on_v2: of the one
+        that is not adaptive.
+    second_layer: the name of a layer of its head, of which V2 has to run this one too.
     engine: the engine's arguments.
     differs_in_vllm: whether vLLM's own text depends on the drafts that it accepts.
     """
@@ -44,6 +46,8 @@ class Drafter:
     make: Callable[[Path], Path]
     config: Mapping[str, Any]
     on_v2: Mapping[str, Any] = field(default_factory=dict)
+    fixed_on_v2: Mapping[str, Any] = field(default_factory=dict)
+    second_layer: str | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     differs_in_vllm: bool = False
 
@@ -61,7 +65,14 @@ MTP = {"method": "mtp"}
 DRAFTERS: dict[str, Drafter] = {
     "ERNIE-4.5 MTP": Drafter(_family("ernie"), MTP),
     "GLM-4.5 MTP": Drafter(_family("glm"), MTP),
-    "MiMo MTP of two layers": Drafter(make_two_layers, MTP, on_v2={"num_model_steps": 1}),
+    "GLM-4.5 MTP of two layers": Drafter(
+        partial(make_two_layers, name="glm"),
+        MTP,
+        on_v2={"num_speculative_tokens": 2},
+        fixed_on_v2={"match_override_len": 2},
+        second_layer=f"model.layers.{NUM_LAYERS + 1}",
+    ),
+    "MiMo MTP of two layers": Drafter(partial(make_two_layers, name="mimo"), MTP, on_v2={"num_model_steps": 1}),
     "DeepSeek-V3 MTP": Drafter(_family("deepseek"), MTP, differs_in_vllm=True),
     "Qwen3-Next MTP": Drafter(_family("qwen3_next"), MTP, engine={"dtype": "bfloat16"}),
     "Medusa": Drafter(_with_medusa, {"method": "medusa", "model": "draft"}),
@@ -75,11 +86,13 @@ def verdict(name: str, folder: Path, *, on_v2: bool) -> str:
     config = dict(drafter.config)
     if "model" in config:
         config["model"] = str(folder / "draft")
-    more = drafter.on_v2 if on_v2 else {}
+    more, fixed = (drafter.on_v2, drafter.fixed_on_v2) if on_v2 else ({}, {})
     ask = partial(texts, target, drafter)
     try:
-        appended, counts = ask(config | APPEND | more)
-    except SpecPlusConfigError:
+        appended, counts = ask(config | APPEND | more | fixed)
+    except SpecPlusConfigError as error:
+        if "a model with linear attention is not allowed on a CPU" not in str(error):
+            raise
         verified, _ = ask(config | STOCK_SLOTS | {"verify_strategy": "target_match"})
         plain, _ = ask(None)
         return REFUSED if verified == plain else f"fails: {verified}, without speculation {plain}"
@@ -125,9 +138,15 @@ def words(error: ValidationError) -> list[str]:
 
 def texts(target: Path, drafter: Drafter, config: dict[str, Any] | None) -> tuple[list[list[int]], dict[str, Any]]:
     """The texts of `FEW` and the worker's counts, which are empty without plugin keys that draft."""
+    is_hybrid = config is not None and "mtp_strategy" in config
+    calls: list[Any] = []
     with engine(target, config, **drafter.engine) as e:
+        speculator = getattr(e.runner, "speculator", None)
+        looks_at_layer = is_hybrid and speculator is not None and drafter.second_layer is not None
+        if looks_at_layer:
+            speculator.model.get_submodule(drafter.second_layer).register_forward_hook(lambda *args: calls.append(args))
         found = e.tokens(FEW, max_tokens=24)
-        is_hybrid = config is not None and "mtp_strategy" in config
+        assert calls or not looks_at_layer
         return found, stats(e) if is_hybrid else {}
 
 

@@ -140,13 +140,17 @@ def make_family(folder: Path, name: str, seed: int = 0) -> Path:
     return folder
 
 
-def make_two_layers(folder: Path) -> Path:
-    """Write the random tiny model with a second layer of its MTP head, which is a copy of the first."""
-    make_random(folder)
+def make_two_layers(folder: Path, name: str) -> Path:
+    """Write a model of a family, or of `mimo`, the tiny one, with two layers of its MTP head that differ."""
+    if name == "mimo":
+        make_random(folder)
+        first, second = "mtp_layers.0.", "mtp_layers.1."
+    else:
+        make_family(folder, name)
+        first, second = f"model.layers.{NUM_LAYERS}.", f"model.layers.{NUM_LAYERS + 1}."
     weights = load_file(folder / "model.safetensors")
-    first = "mtp_layers.0."
-    second = {name.replace(first, "mtp_layers.1."): weight.clone() for name, weight in weights.items() if first in name}
-    save_file(weights | second, folder / "model.safetensors", metadata={"format": "pt"})
+    turned = {key.replace(first, second): tensor.roll(1, 0) for key, tensor in weights.items() if first in key}
+    save_file(weights | turned, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
     return folder

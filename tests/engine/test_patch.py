@@ -1,10 +1,8 @@
 """The one patch: what installing it costs, and what goes through it."""
 
 import dataclasses
-import json
 import logging
 import pickle
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +15,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
 import vllm_specplus
-from tests.e2e.families import make_family, make_medusa
+from tests.e2e.families import make_family, make_medusa, make_two_layers
 from vllm_specplus import compat
 from vllm_specplus.config import SpecPlusConfigError, resolve
 from vllm_specplus.engine import patch as engine
@@ -332,18 +330,35 @@ def test_references_are_hidden_where_nothing_checks_requests(
     assert arrived.specplus == config.specplus
 
 
-def test_several_mtp_layers_on_v2(tiny: Path, tmp_path: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models whose MTP heads have two layers: vLLM runs both of the first, and the first one of the second."""
+    folder = tmp_path_factory.mktemp("two")
+    return {"glm": make_two_layers(folder / "glm", "glm"), "mimo": make_two_layers(folder / "mimo", "mimo")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "allowed"),
+    [("glm", 2, r"must be 1 or num_speculative_tokens=4"), ("mimo", 2, "must be 1;"), ("mimo", 4, "must be 1;")],
+)
+def test_several_mtp_layers_on_v2(
+    kind: str, steps: int, allowed: str, two_layers: dict[str, Path], on_v2: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's speculator for them goes back over as many refused drafts as it makes, and a hybrid refuses more."""
-    model = shutil.copytree(tiny, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
-    wide = HYBRID | {"num_speculative_tokens": 4}
+    model, wide = two_layers[kind], HYBRID | {"num_speculative_tokens": 4}
+    more = {"num_model_steps": steps} | ({"match_override_len": 3} if steps == 4 else {})
     assert create(model, wide | {"num_model_steps": 1}).num_speculative_tokens == 4
-    assert create(model, wide | {"num_model_steps": 4, "match_override_len": 3}).num_speculative_tokens == 4
-    with pytest.raises(SpecPlusConfigError, match=r"num_model_steps=2 is not allowed on Model Runner V2.*must be 1 or"):
-        create(model, wide | {"num_model_steps": 2})
+    with pytest.raises(
+        SpecPlusConfigError, match=rf"num_model_steps={steps} is not allowed on Model Runner V2.*{allowed}"
+    ):
+        create(model, wide | more)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert create(model, wide | {"num_model_steps": 2}).num_speculative_tokens == 4
+    assert create(model, wide | more).num_speculative_tokens == 4
+
+
+def test_all_mtp_layers_on_v2(two_layers: dict[str, Path], on_v2: None) -> None:
+    config = HYBRID | {"num_speculative_tokens": 4, "num_model_steps": 4, "match_override_len": 3}
+    assert create(two_layers["glm"], config).num_speculative_tokens == 4
 
 
 @pytest.mark.parametrize("method", ["medusa", "custom_class"])

@@ -22,6 +22,8 @@ _V2_CARRIER = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 _NO_DRAFTS = {SCHEDULE_KEY: [(1, 1, 0)]}
 _LARGEST_BATCH = 1024  # vLLM's own default of max_num_seqs is no larger
+# Of a head of these kinds, vLLM's models run the first layer alone, and end the engine where V2 asks for the second.
+_RUN_ONE_LAYER = {"mimo_mtp", "ernie_mtp"}
 
 
 def _schedule(widths: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -138,13 +140,8 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
                 f"num_model_steps={steps} is not allowed: the MTP head of {self.model!r} has {layers} "
                 f"layers, so it must be at most {layers} or a multiple of it"
             ) from None
-        if self.made_for_v2 and steps < total and self.use_multi_module_mtp():
-            # vLLM's speculator for such heads goes back over as many rejected drafts as it has modules, and no more.
-            raise ValueError(
-                f"num_model_steps={steps} is not allowed on Model Runner V2: the MTP head of {self.model!r} has "
-                f"several layers, so it must be 1 or num_speculative_tokens={total}; VLLM_USE_V2_MODEL_RUNNER=0 "
-                "takes others"
-            )
+        if self.made_for_v2 and self.use_multi_module_mtp():
+            self._check_modules(steps, total)
         self.num_speculative_tokens = total
         if self.method not in HYBRID_METHODS or self.parallel_drafting:
             raise ValueError(
@@ -152,6 +149,24 @@ class SpecPlusSpeculativeConfig(SpeculativeConfig):
                 f"method {self.specplus.method!r}; vLLM takes it for {self.method!r}, which drafts in parallel or alone"
             )
         return result
+
+    def _check_modules(self, steps: int, total: int) -> None:
+        """Check that vLLM's speculator for heads of several layers can make `steps` of `total` drafts.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        model_type = self.draft_model_config.hf_config.model_type
+        allowed = "1"
+        if model_type not in _RUN_ONE_LAYER:
+            # It goes back over as many rejected drafts as it has modules, and no more.
+            if steps == total:
+                return
+            allowed = f"1 or num_speculative_tokens={total}"
+        raise ValueError(
+            f"num_model_steps={steps} is not allowed on Model Runner V2: the MTP head of {self.model!r} ({model_type}) "
+            f"has several layers, so it must be {allowed}; VLLM_USE_V2_MODEL_RUNNER=0 takes others"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in a process of the engine, where vLLM may log what requests ask, also where nothing checks them."""
