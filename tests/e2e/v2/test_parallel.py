@@ -82,10 +82,13 @@ def test_two_workers(
         if parallel == TENSOR:
             e.llm.collective_rpc(record_drafts)
             e.llm.collective_rpc(record_choices)
-        if more.get("adaptive"):
-            e.llm.collective_rpc(measure_otherwise, args=(True,))
+            if more.get("adaptive"):
+                e.llm.collective_rpc(measure_otherwise, args=(True,))
         assert ask(e, FEW * 2, asking(texts), max_tokens=20) == texts * 2
         for sampling in SAMPLED:
+            if "verify_strategy" not in more:
+                # vLLM's own kernel of top-p does not run under the interpreter.
+                sampling = sampling | {"top_p": 1.0}
             ask(e, FEW[:2], asking(texts)[:2], max_tokens=8, **sampling)
         first, last = e.llm.collective_rpc("specplus_stats")
         assert sum(last["accepted"]["reference"]) > 0
