@@ -11,7 +11,7 @@ from vllm.logprobs import Logprob
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.e2e.engines import PROMPTS, Engine, engine
-from tests.e2e.features.outcomes import Near, outcome, registered
+from tests.e2e.features.outcomes import Lack, Near, Refusal, num_drafted, outcome, registered
 
 ENGINE: dict[str, Any] = {
     "enable_prefix_caching": True,
@@ -27,6 +27,8 @@ LONG = (PROMPTS[0] * 8)[:300]
 
 Feature = Callable[[Engine], Any]
 FEATURES: dict[str, Feature] = {}
+# Of these vLLM may take all drafts away, as the grammar does not allow them.
+STRUCTURED: set[str] = set()
 
 
 feature = partial(registered, FEATURES)
@@ -39,6 +41,7 @@ def sampling(name: str, **params: Any) -> None:
 
 def structured(name: str, **asked: Any) -> None:
     """Register a form of structured output."""
+    STRUCTURED.add(name)
     FEATURES[name] = lambda e: e.tokens(
         FEW[:2], max_tokens=40, ignore_eos=False, structured_outputs=StructuredOutputsParams(**asked)
     )
@@ -114,9 +117,16 @@ def preemptions(e: Engine) -> int:
 
 @feature("priority scheduling")
 def priority(e: Engine) -> Any:
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    prompts = [{"prompt_token_ids": p} for p in FEW]
-    return [list(r.outputs[0].token_ids) for r in e.llm.generate(prompts, params, use_tqdm=False, priority=[2, 0, 1])]
+    """Requests of which the cache holds two at a time: the most urgent one ends first, though it came last."""
+    core = e.llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    for importance, name in ((2, "last"), (1, "second"), (0, "first")):
+        core.add_request(name, {"prompt_token_ids": [65 + importance, *LONG]}, params, priority=importance)
+    ended: dict[str, list[int]] = {}
+    while core.has_unfinished_requests():
+        ended |= {output.request_id: list(output.outputs[0].token_ids) for output in core.step() if output.finished}
+    assert next(iter(ended)) == "first"
+    return ended
 
 
 @feature("`max_model_len` reached")
@@ -151,6 +161,13 @@ def prompt_embeds(e: Engine) -> Any:
 
 
 def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str]) -> dict[str, Any]:
-    """The outcome of features on one engine."""
+    """The outcome of features on one engine; each that brings tokens has drafts."""
     with engine(model, config, **ENGINE) as e:
-        return {name: outcome(partial(FEATURES[name], e)) for name in names}
+        found: dict[str, Any] = {}
+        for name in names:
+            before = num_drafted(e, config)
+            found[name] = outcome(partial(FEATURES[name], e))
+            has_none = name in STRUCTURED or isinstance(found[name], Refusal | Lack)
+            assert config is None or has_none or num_drafted(e, config) > before, name
+        assert config is None or e.counts().accepted > 0
+        return found

@@ -1,15 +1,19 @@
 """vLLM's features beside a hybrid, on the V1 model runner: docs/features.md says what is found here."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.faults import let_drafts_pay
 from tests.e2e.features.table import FEATURES, Group, cells, groups
 
 
 @pytest.fixture(scope="module")
-def found(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Group]:
-    return groups(trained, tmp_path_factory.mktemp("features"))
+def found(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Group]]:
+    with pytest.MonkeyPatch.context() as patch:
+        let_drafts_pay(patch)
+        yield groups(trained, tmp_path_factory.mktemp("features"))
 
 
 @pytest.mark.parametrize("name", FEATURES)
