@@ -18,6 +18,7 @@ from tests.e2e.processes import ray_environment
 from tests.e2e.serving import Server, free_port
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
+pytest.importorskip("vllm.entrypoints.launchers.cli_args", reason="Ray 2.60 imports what vLLM 0.33 has moved")
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "ray_serve.py"
 # Tokens are bytes.
@@ -53,7 +54,9 @@ def served(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             time.sleep(0.5)
         yield server
     finally:
-        started = psutil.Process(process.pid).children(recursive=True)
+        started: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         process.wait(END_SECONDS)
         for each in started:
