@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
 
-from tests.e2e.engines import Engine
-
 WORKS, REFUSED, AS_VLLM = "works", "refused by vLLM", "not in vLLM either"
 STOCK = {"method": "mtp", "num_speculative_tokens": 2}
 
@@ -67,11 +65,6 @@ def engine_outcome(start_and_ask: Callable[[], Any]) -> Any:
         return Refusal(error.errors()[0]["msg"])
     except (ValueError, VLLMValidationError) as error:
         return Refusal(error)
-
-
-def num_drafted(e: Engine, config: dict[str, Any] | None) -> int:
-    """The drafts that an engine with this speculative config has verified so far."""
-    return 0 if config is None else e.counts().drafted
 
 
 def verdict(plain: Any, stock: Any, ours: Any) -> str:

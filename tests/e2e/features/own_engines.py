@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Logi
 
 from tests.e2e.eagle_heads import make_eagle_head
 from tests.e2e.engines import ADAPTIVE, PROMPTS, Engine, engine
-from tests.e2e.features.outcomes import STOCK, engine_outcome, num_drafted
+from tests.e2e.features.outcomes import STOCK, engine_outcome
 from tests.e2e.variants import ADAPTER_RANK, AUDIO_TOKEN, make_adapter, make_listener, sound
 from vllm_specplus.testing.tiny_model import make_random
 
@@ -44,7 +44,7 @@ class OwnEngines:
         def start_and_ask() -> Any:
             with engine(self.model, config, **self.args) as e:
                 found = self.ask(e)
-                assert config is None or num_drafted(e, config) > 0
+                assert config is None or e.counts().drafted > 0
                 return found
 
         return engine_outcome(start_and_ask)
