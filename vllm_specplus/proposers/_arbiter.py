@@ -33,10 +33,19 @@ TRIAL = 1 << 8
 PRIOR_TRIALS = 4 * TRIAL
 MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
 MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
-PRIOR_EXPECTED = 6 * ONE  # hits of a source, as many as came
-PRIOR_MISSES = 3 * ONE  # of a source, as many as were expected
+# Where a request's records begin: those of each source, and of each source's disputed drafts. A draft is disputed where
+# the model says one thing and the chains another.
+SETTLED = 0
+DISPUTED = SETTLED + REFERENCE + 1
+NUM_RECORDS = DISPUTED + REFERENCE + 1
+PRIOR_EXPECTED = 6 * ONE  # hits of a record, as many as came
+PRIOR_MISSES = 3 * ONE  # of a record, as many as were expected
 LUCKY_MISSES = 2 * ONE  # this many below what was expected mean nothing
-MAX_EXPECTED = 32 * ONE  # hits of a source; then all of its record is halved
+# The same of a disputed record, which has far fewer trials.
+PRIOR_DISPUTED = 2 * ONE
+PRIOR_DISPUTED_MISSES = 2 * ONE
+LUCKY_DISPUTED_MISSES = 1 * ONE
+MAX_EXPECTED = 32 * ONE  # hits of a record; then all of it is halved
 MAX_GAIN_TRIALS = 64
 PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
 PRIOR_GAIN_TRIALS = 2
@@ -84,7 +93,7 @@ class Table(NamedTuple):
 
 
 class Record(NamedTuple):
-    """How each source has done in each request: [R, REFERENCE + 1] int64 each, in units of 1 / ONE.
+    """How each source has done in each request: [R, NUM_RECORDS] int64 each, in units of 1 / ONE.
 
     trials: what was judged. expected: the sum of its chances. hits: what came of it.
     """
@@ -179,27 +188,48 @@ def _chain_key(offers: Offers, row: int, c: int, n: int, passes: int) -> int:
 
 
 @compiled(allocates=False, forceinline=True)
-def _factor(record: Record, row: int, source: int) -> int:
-    """How a request changes the chances of a source, for `_scaled`: 0 to 2 * ONE, and ONE if it does as expected.
+def _record_of(key: int, source: int) -> int:
+    """Where the record of a source's drafts with a key is."""
+    return (DISPUTED if DIFFERED <= key < COPIED else SETTLED) + source
+
+
+@compiled(allocates=False, forceinline=True)
+def _factor(record: Record, row: int, which: int) -> int:
+    """How a request changes the chances of a record's drafts, for `_scaled`: 0 to 2 * ONE, ONE if they do as expected.
 
     With fewer hits than expected it is the hits over those expected. With more, the misses over those expected count,
     and what they are short of ONE is added to ONE. So a source that nearly always hits is not trusted much more: a long
     copy ends some time, and then long drafts cost most. Nor is one that may have been lucky.
     """
-    expected, hits = record.expected[row, source], record.hits[row, source]
+    expected, hits = record.expected[row, which], record.hits[row, which]
+    is_disputed = which >= DISPUTED
     if hits <= expected:
-        return (hits + PRIOR_EXPECTED) * ONE // (expected + PRIOR_EXPECTED)
-    trials = record.trials[row, source]
-    misses = trials - hits + PRIOR_MISSES + LUCKY_MISSES
-    return 2 * ONE - min(misses * ONE // (trials - expected + PRIOR_MISSES), ONE)
+        prior = PRIOR_DISPUTED if is_disputed else PRIOR_EXPECTED
+        return (hits + prior) * ONE // (expected + prior)
+    trials = record.trials[row, which]
+    prior = PRIOR_DISPUTED_MISSES if is_disputed else PRIOR_MISSES
+    misses = trials - hits + prior + (LUCKY_DISPUTED_MISSES if is_disputed else LUCKY_MISSES)
+    return 2 * ONE - min(misses * ONE // (trials - expected + prior), ONE)
 
 
 @compiled(allocates=False, forceinline=True)
 def _scaled(chance: int, factor: int) -> int:
-    """A key's chance by the factor of its source in a request: the chance of a hit is less, or that of a miss."""
+    """A key's chance by the factor of its record in a request: the chance of a hit is less, or that of a miss."""
     if factor <= ONE:
         return chance * factor >> SHIFT
     return ONE - ((ONE - chance) * (2 * ONE - factor) >> SHIFT)
+
+
+@compiled(allocates=False, forceinline=True)
+def _chance(beliefs: Beliefs, row: int, key: int, source: int) -> int:
+    """The chance of a source's draft with a key in a request."""
+    return _scaled(beliefs.chances[key], _factor(beliefs.record, row, _record_of(key, source)))
+
+
+@compiled(allocates=False, forceinline=True)
+def _chance_of_model(offers: Offers, beliefs: Beliefs, row: int, place: int, passes: int) -> int:
+    """The chance of the model's draft at a place."""
+    return _chance(beliefs, row, _model_key(offers, row, place, passes), MODEL)
 
 
 @compiled(allocates=False, forceinline=True)
@@ -222,8 +252,8 @@ def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, agreeing: int,
     best = 0
     for c in range(len(offers.starts)):
         if agreeing >> c & 1:
-            chance = beliefs.chances[_chain_key(offers, row, c, n, passes)]
-            best = max(best, _scaled(chance, _factor(beliefs.record, row, offers.sources[c])))
+            key = _chain_key(offers, row, c, n, passes)
+            best = max(best, _chance(beliefs, row, key, offers.sources[c]))
     return best
 
 
@@ -263,9 +293,8 @@ def _best_drafts(
     """The best drafts by what some passes tell: how many of the model's, the chain or NO_CHAIN, and its tokens."""
     best, chain, size = _best_chain(offers, beliefs, price, row, 0, passes, ONE, max_drafts)
     num_model, survival, value = 0, ONE, 0
-    factor = _factor(beliefs.record, row, MODEL)
     for place in range(min(passes, max_drafts)):
-        survival = survival * _scaled(beliefs.chances[_model_key(offers, row, place, passes)], factor) >> SHIFT
+        survival = survival * _chance_of_model(offers, beliefs, row, place, passes) >> SHIFT
         if survival <= price:
             break
         value += survival - price
@@ -285,9 +314,8 @@ def _value_of_drafts(
 ) -> int:
     """The value of some drafts, worth their slots or not, by all that is known after some passes."""
     survival, value = ONE, 0
-    factor = _factor(beliefs.record, row, MODEL)
     for place in range(num_model):
-        survival = survival * _scaled(beliefs.chances[_model_key(offers, row, place, passes)], factor) >> SHIFT
+        survival = survival * _chance_of_model(offers, beliefs, row, place, passes) >> SHIFT
         value += survival - price
     agreeing = ALL_CHAINS
     for n in range(size):
@@ -324,7 +352,6 @@ def choose(rows: np.ndarray, limits: np.ndarray, offers: Offers, beliefs: Belief
     for i in range(len(rows)):
         row, max_drafts = rows[i], min(limits[i], offers.chains.shape[2])
         passes = offers.passes[row]
-        factor_of_model = _factor(beliefs.record, row, MODEL)
         num_model, chain, size = 0, NO_CHAIN, 0
         if passes == 0:  # then there is nothing to compare, and the code is far shorter
             chosen.values[i, 0], chain, size = _best_chain(offers, beliefs, price, row, 0, 0, ONE, max_drafts)
@@ -334,8 +361,7 @@ def choose(rows: np.ndarray, limits: np.ndarray, offers: Offers, beliefs: Belief
             # Only what stands behind all of the model's drafts may depend on them.
             survival = ONE
             for place in range(num_model):
-                key = _model_key(offers, row, place, passes)
-                survival = survival * _scaled(beliefs.chances[key], factor_of_model) >> SHIFT
+                survival = survival * _chance_of_model(offers, beliefs, row, place, passes) >> SHIFT
             _, chain, size = _best_chain(offers, beliefs, price, row, num_model, 0, survival, max_drafts - num_model)
         num_drafts = num_model + size
         chosen.num_drafts[i], chosen.num_model[i] = num_drafts, num_model
@@ -343,9 +369,8 @@ def choose(rows: np.ndarray, limits: np.ndarray, offers: Offers, beliefs: Belief
         agreeing = ALL_CHAINS
         for k in range(num_drafts):
             if k < num_model:
-                key = _model_key(offers, row, k, passes)
                 chosen.token_ids[i, k] = offers.model[row, k]
-                chosen.chances[i, k] = _scaled(beliefs.chances[key], factor_of_model)
+                chosen.chances[i, k] = _chance_of_model(offers, beliefs, row, k, passes)
             else:
                 n = k - num_model
                 agreeing = _agreeing(offers, row, chain, n, agreeing)
@@ -376,9 +401,10 @@ def _count(table: Table, record: Record, key: int, row: int, source: int, hit: b
     """Count a trial of a key, which a source has made for a request."""
     table.new_trials[key] += 1
     table.new_hits[key] += hit
-    record.trials[row, source] += ONE
-    record.expected[row, source] += table.chances[key]
-    record.hits[row, source] += hit * ONE
+    which = _record_of(key, source)
+    record.trials[row, which] += ONE
+    record.expected[row, which] += table.chances[key]
+    record.hits[row, which] += hit * ONE
 
 
 @compiled(allocates=False)
@@ -432,11 +458,11 @@ def judge(
                     _count(table, record, _chain_key(offers, row, c, n, passes), row, offers.sources[c], hit)
                 if not hit:
                     break
-        for source in range(REFERENCE + 1):
-            while record.expected[row, source] >= MAX_EXPECTED:
-                record.trials[row, source] >>= 1
-                record.expected[row, source] >>= 1
-                record.hits[row, source] >>= 1
+        for which in range(NUM_RECORDS):
+            while record.expected[row, which] >= MAX_EXPECTED:
+                record.trials[row, which] >>= 1
+                record.expected[row, which] >>= 1
+                record.hits[row, which] >>= 1
     return total
 
 
@@ -633,7 +659,7 @@ def _table_in(state: np.ndarray) -> Table:
 
 @compiled(forceinline=True)
 def _record_in(state: np.ndarray) -> Record:
-    shape = state[_SIZES], REFERENCE + 1
+    shape = state[_SIZES], NUM_RECORDS
     return Record(
         nb.carray(to_pointer(state[_RECORD]), shape, np.int64),
         nb.carray(to_pointer(state[_RECORD + 1]), shape, np.int64),

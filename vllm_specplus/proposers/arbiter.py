@@ -31,6 +31,10 @@ in it, and how often that was expected. Where it was right less often, its chanc
 Where it was right more often, by more than luck may do, the chances of a miss are. The record begins as if six hits had
 been expected and had come, and three misses. What is older counts less.
 
+Where the model and the chains differ, that text may side with either: a list counts on, and a copy does not. So each
+source has a second record of these drafts alone. A text has few of them, so this record begins as if two hits had been
+expected and had come, and two misses.
+
 Passes of the draft model are bought in the same way. What the k-th pass adds to the best chain's value is averaged, by
 the agreement that speaks for the history. Where it adds less than it costs, it is left out, but for a step now and
 then. That step comes the sooner the less is known of the pass. The first pass also fills the draft model's cache, so a
@@ -238,7 +242,7 @@ class Arbiter:
             sources=np.array(sources, np.int64),
             is_blind=is_blind,
         )
-        self._record = _arbiter.Record(*np.zeros((3, max_num_reqs, REFERENCE + 1), np.int64))
+        self._record = _arbiter.Record(*np.zeros((3, max_num_reqs, _arbiter.NUM_RECORDS), np.int64))
         self._offer_positions = np.full(max_num_reqs, _arbiter.NO_OFFERS, np.int64)
         self._state_rows = StateRows(max_num_reqs)
 

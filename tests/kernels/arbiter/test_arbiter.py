@@ -99,7 +99,8 @@ class Pair:
         trials = self.random.choice(counts[2:3] if is_full else counts, by_length)
         sums = trials * self.integers(-ONE // 4, ONE, by_length)
         self.gains = spec.Gains(sums, trials, self.integers(0, spec.PASS_PERIOD, spec.NUM_LENGTHS))
-        trials = self.random.choice([0, ONE, 2 * spec.MAX_EXPECTED - ONE, 9 * spec.MAX_EXPECTED], (NUM_ROWS, 4))
+        counts = [0, ONE, 2 * spec.MAX_EXPECTED - ONE, 9 * spec.MAX_EXPECTED]
+        trials = self.random.choice(counts, (NUM_ROWS, spec.NUM_RECORDS))
         expected, hits = (trials * self.integers(0, 9, trials.shape) // 8 for _ in range(2))
         self.record = spec.Record(trials, expected, hits)
         self.offer_positions = np.full(NUM_ROWS, spec.NO_OFFERS)

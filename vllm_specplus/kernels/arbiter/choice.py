@@ -9,8 +9,16 @@ import triton
 import triton.language as tl
 
 from vllm_specplus import sources
-from vllm_specplus.kernels.arbiter.keys import copied_keys, factors, first_keys, load_chains, model_keys, scaled
-from vllm_specplus.kernels.arbiter.state import ONE, SHIFT, State, sizes_of
+from vllm_specplus.kernels.arbiter.keys import (
+    copied_keys,
+    factors,
+    first_keys,
+    load_chains,
+    model_keys,
+    records_of,
+    scaled,
+)
+from vllm_specplus.kernels.arbiter.state import ONE, SETTLED, SHIFT, State, sizes_of
 from vllm_specplus.kernels.checks import check_rows, check_vector
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, make_counts, store_counts
 
@@ -124,8 +132,9 @@ def _choose_kernel(
     # before it are not worth their slots.
     numbers = tl.arange(0, sizes.BLOCK_STEPS)
     is_drafted = numbers < passes
-    chances = tl.load(chances_ptr + model_keys(chains, sizes), mask=is_drafted, other=0)
-    chances = tl.where(is_drafted, scaled(chances, factors(record, row, _MODEL)), 0)
+    keys = model_keys(chains, sizes)
+    chances = tl.load(chances_ptr + keys, mask=is_drafted, other=0)
+    chances = tl.where(is_drafted, scaled(chances, factors(record, row, records_of(keys, _MODEL))), 0)
     values = tl.zeros_like(chances)
     survival, value = tl.full((), ONE, tl.int64), tl.full((), 0, tl.int64)
     before = tl.where(chains.starts == 0, survival, 0)
@@ -196,12 +205,14 @@ def _chances_of_chains(offers, record, row, chains, chances_ptr, rooms, sizes):
     """The `_ChainChances` of a request's chains, of which `rooms`, [BLOCK_CHAINS] int32, may be taken."""
     which, slots = tl.arange(0, sizes.BLOCK_CHAINS), tl.arange(0, sizes.BLOCK_WIDTH)
     is_token = slots[None, :] < rooms[:, None]
-    by_source = factors(record, row, chains.sources)
+    by_source = factors(record, row, chains.sources + SETTLED)
     keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots[None, :])
     chances = tl.load(chances_ptr + keys, mask=is_token, other=0)
     own = tl.where(is_token, scaled(chances, by_source[:, None]), 0)
-    chances = tl.load(chances_ptr + first_keys(chains, sizes), mask=rooms > 0, other=0)
-    own_first = tl.where(rooms > 0, scaled(chances, by_source), 0)
+    keys = first_keys(chains, sizes)
+    chances = tl.load(chances_ptr + keys, mask=rooms > 0, other=0)
+    chances = scaled(chances, factors(record, row, records_of(keys, chains.sources)))
+    own_first = tl.where(rooms > 0, chances, 0)
 
     p_chains = offers.chains + row * sizes.NUM_CHAINS * sizes.WIDTH
     tokens = tl.load(p_chains + which[:, None] * sizes.WIDTH + slots[None, :], mask=is_token, other=-1)

@@ -10,12 +10,12 @@ import triton.language as tl
 
 from vllm_specplus import sources
 from vllm_specplus.kernels.arbiter.keys import (
-    NUM_RECORDED,
     copied_keys,
     first_keys,
     halve,
     load_chains,
     model_keys,
+    records_of,
 )
 from vllm_specplus.kernels.arbiter.state import (
     MAX_EXPECTED,
@@ -23,7 +23,9 @@ from vllm_specplus.kernels.arbiter.state import (
     MAX_TRIALS,
     NO_OFFERS,
     NUM_KEYS,
+    NUM_RECORDS,
     ONE,
+    SETTLED,
     TRIAL,
     State,
     sizes_of,
@@ -31,7 +33,7 @@ from vllm_specplus.kernels.arbiter.state import (
 from vllm_specplus.kernels.checks import check_rows, check_vector
 
 _BLOCK_KEYS = triton.next_power_of_2(NUM_KEYS.value)
-_BLOCK_SOURCES = tl.constexpr(triton.next_power_of_2(NUM_RECORDED.value))
+_BLOCK_RECORDS = tl.constexpr(triton.next_power_of_2(NUM_RECORDS.value))
 _MODEL = tl.constexpr(sources.MODEL)
 
 
@@ -107,9 +109,11 @@ def _judge_kernel(
     is_hit = is_judged & (drafted == tl.load(p_new + places, mask=is_judged, other=0))
     right = tl.min(tl.where(is_hit, sizes.BLOCK_STEPS, places), axis=0)
     is_judged = is_judged & (places <= right)
-    expected_of_model = _count(table, model_keys(chains, sizes), is_judged, is_hit)
-    num_of_model = tl.sum(is_judged.to(tl.int64), axis=0)
-    hits_of_model = tl.sum((is_judged & is_hit).to(tl.int64), axis=0)
+    keys = model_keys(chains, sizes)
+    which = records_of(keys, _MODEL)
+    expected = _by_record(_count(table, keys, is_judged, is_hit), which)
+    trials = _by_record(is_judged.to(tl.int64), which)
+    hits = _by_record((is_judged & is_hit).to(tl.int64), which)
 
     which = tl.arange(0, sizes.BLOCK_CHAINS)
     slots = tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
@@ -122,20 +126,14 @@ def _judge_kernel(
     is_hit = is_judged & (tokens == tl.load(p_new + at, mask=is_judged, other=0))
     is_judged = is_judged & (slots <= _num_first(is_hit, sizes.BLOCK_WIDTH)[:, None])
     keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots)
+    keys_of_first = first_keys(chains, sizes)
     if not sizes.IS_BLIND:
         # A draft that is the model's as well has been judged as the model's.
         is_judged = is_judged & ((slots > 0) | (chains.is_models == 0)[:, None])
-        keys = tl.where(slots == 0, first_keys(chains, sizes)[:, None], keys)
-    expected = _count(table, keys, is_judged, is_hit)
-
-    is_source = chains.sources[:, None] == tl.arange(0, _BLOCK_SOURCES)[None, :]
-    expected = tl.sum(tl.where(is_source, tl.sum(expected, axis=1)[:, None], 0), axis=0)
-    trials = _number_by_source(is_judged, is_source)
-    hits = _number_by_source(is_judged & is_hit, is_source)
-    of_model = tl.arange(0, _BLOCK_SOURCES) == _MODEL
-    trials += tl.where(of_model, num_of_model, 0)
-    expected += tl.where(of_model, tl.sum(expected_of_model, axis=0), 0)
-    hits += tl.where(of_model, hits_of_model, 0)
+        keys = tl.where(slots == 0, keys_of_first[:, None], keys)
+    expected += _of_chains(_count(table, keys, is_judged, is_hit), chains.sources, keys_of_first)
+    trials += _of_chains(is_judged.to(tl.int64), chains.sources, keys_of_first)
+    hits += _of_chains((is_judged & is_hit).to(tl.int64), chains.sources, keys_of_first)
     _add_to_record(record, row, trials * ONE, expected, hits * ONE, num_new > 0)
 
     tl.debug_barrier()  # other threads of this program may still read what is now taken away
@@ -153,18 +151,27 @@ def _count(table, keys, is_judged, is_hit):
 
 
 @triton.jit
-def _number_by_source(is_true, is_source):
-    """How many tokens of [chains, slots] are true, by source: [_BLOCK_SOURCES] int64."""
-    by_chain = tl.sum(is_true.to(tl.int64), axis=1)
-    return tl.sum(tl.where(is_source, by_chain[:, None], 0), axis=0)
+def _by_record(values, which):
+    """[lanes] int64 values, summed by the records that `which`, [lanes] int32, names: [_BLOCK_RECORDS] int64."""
+    is_record = which[:, None] == tl.arange(0, _BLOCK_RECORDS)[None, :]
+    return tl.sum(tl.where(is_record, values[:, None], 0), axis=0)
+
+
+@triton.jit
+def _of_chains(values, sources, keys_of_first):
+    """[chains, slots] int64 values of the tokens of chains, summed by record: [_BLOCK_RECORDS] int64."""
+    is_first = tl.arange(0, values.shape[1])[None, :] == 0
+    first = tl.sum(tl.where(is_first, values, 0), axis=1)
+    later = tl.sum(tl.where(is_first, 0, values), axis=1)
+    return _by_record(first, records_of(keys_of_first, sources)) + _by_record(later, sources + SETTLED)
 
 
 @triton.jit
 def _add_to_record(record, row, trials, expected, hits, is_changed):
-    """Add to a request's record, [_BLOCK_SOURCES] int64 each, and halve what has grown too large."""
-    which = tl.arange(0, _BLOCK_SOURCES)
-    is_read = which < tl.where(is_changed, NUM_RECORDED, 0)
-    at = row * NUM_RECORDED + which
+    """Add to a request's record, [_BLOCK_RECORDS] int64 each, and halve what has grown too large."""
+    which = tl.arange(0, _BLOCK_RECORDS)
+    is_read = which < tl.where(is_changed, NUM_RECORDS, 0)
+    at = row * NUM_RECORDS + which
     trials += tl.load(record.trials + at, mask=is_read, other=0)
     expected += tl.load(record.expected + at, mask=is_read, other=0)
     hits += tl.load(record.hits + at, mask=is_read, other=0)

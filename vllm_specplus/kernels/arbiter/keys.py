@@ -14,17 +14,22 @@ from vllm_specplus.kernels.arbiter.state import (
     CONTRARY,
     COPIED,
     DIFFERED,
+    DISPUTED,
+    LUCKY_DISPUTED_MISSES,
     LUCKY_MISSES,
     NUM_LENGTHS,
     NUM_PLACES,
+    NUM_RECORDS,
     ONE,
+    PRIOR_DISPUTED,
+    PRIOR_DISPUTED_MISSES,
     PRIOR_EXPECTED,
     PRIOR_MISSES,
+    SETTLED,
     SHIFT,
 )
 
 _NGRAM = tl.constexpr(sources.NGRAM)
-NUM_RECORDED = tl.constexpr(sources.REFERENCE + 1)  # sources
 
 
 class Chains(NamedTuple):
@@ -102,21 +107,30 @@ def first_keys(chains, sizes):
 
 
 @triton.jit
-def factors(record, row, sources):
-    """How a request changes the chances of these sources, for `scaled`: int64."""
-    at = row * NUM_RECORDED + sources
-    is_read = sources < tl.where(row >= 0, NUM_RECORDED, 0)
+def records_of(keys, sources):
+    """Where the records of sources' drafts with these keys are: int32."""
+    return tl.where((keys >= DIFFERED) & (keys < COPIED), DISPUTED, SETTLED) + sources
+
+
+@triton.jit
+def factors(record, row, which):
+    """How a request changes the chances of the drafts of these records, for `scaled`: int64."""
+    at = row * NUM_RECORDS + which
+    is_read = which < tl.where(row >= 0, NUM_RECORDS, 0)
     trials = tl.load(record.trials + at, mask=is_read, other=0)
     expected = tl.load(record.expected + at, mask=is_read, other=0)
     hits = tl.load(record.hits + at, mask=is_read, other=0)
-    lower = (hits + PRIOR_EXPECTED) * ONE // (expected + PRIOR_EXPECTED)
-    misses = (trials - hits + PRIOR_MISSES + LUCKY_MISSES) * ONE // (trials - expected + PRIOR_MISSES)
+    prior = tl.where(which >= DISPUTED, PRIOR_DISPUTED, PRIOR_EXPECTED).to(tl.int64)
+    lower = (hits + prior) * ONE // (expected + prior)
+    prior = tl.where(which >= DISPUTED, PRIOR_DISPUTED_MISSES, PRIOR_MISSES).to(tl.int64)
+    lucky = tl.where(which >= DISPUTED, LUCKY_DISPUTED_MISSES, LUCKY_MISSES).to(tl.int64)
+    misses = (trials - hits + prior + lucky) * ONE // (trials - expected + prior)
     return tl.where(hits <= expected, lower, 2 * ONE - tl.minimum(misses, ONE))
 
 
 @triton.jit
 def scaled(chances, factors):
-    """Keys' chances by the factors of their sources in a request; see `_scaled` of the specification."""
+    """Keys' chances by the factors of their records in a request; see `_scaled` of the specification."""
     higher = ONE - ((ONE - chances) * (2 * ONE - factors) >> SHIFT)
     return tl.where(factors <= ONE, chances * factors >> SHIFT, higher)
 

@@ -25,9 +25,15 @@ TRIAL = tl.constexpr(1 << 8)
 PRIOR_TRIALS = tl.constexpr(4 * TRIAL)
 MAX_TRIALS = tl.constexpr(32 * TRIAL)
 MAX_MISSES = tl.constexpr(4)
+SETTLED = tl.constexpr(0)
+DISPUTED = tl.constexpr(SETTLED + sources.REFERENCE + 1)
+NUM_RECORDS = tl.constexpr(DISPUTED + sources.REFERENCE + 1)
 PRIOR_EXPECTED = tl.constexpr(6 * ONE.value)
 PRIOR_MISSES = tl.constexpr(3 * ONE.value)
 LUCKY_MISSES = tl.constexpr(2 * ONE.value)
+PRIOR_DISPUTED = tl.constexpr(2 * ONE.value)
+PRIOR_DISPUTED_MISSES = tl.constexpr(2 * ONE.value)
+LUCKY_DISPUTED_MISSES = tl.constexpr(1 * ONE.value)
 MAX_EXPECTED = tl.constexpr(32 * ONE.value)
 MAX_GAIN_TRIALS = tl.constexpr(64)
 PRIOR_GAIN = tl.constexpr(ONE.value * 3 // 10)
@@ -61,7 +67,7 @@ class Table(NamedTuple):
 
 
 class Record(NamedTuple):
-    """How each source has done in each request, as in the specification: [R, REFERENCE + 1] int64 each."""
+    """How each source has done in each request, as in the specification: [R, NUM_RECORDS] int64 each."""
 
     trials: torch.Tensor
     expected: torch.Tensor
@@ -148,7 +154,7 @@ def make_state(
     new_hits, new_trials, misses = (torch.zeros_like(prior) for _ in range(3))
     trials = torch.full_like(prior, PRIOR_TRIALS.value)
     table = Table(new_hits, new_trials, prior * trials // ONE.value, trials, misses, prior.clone())
-    record = Record(*zeros(3, max_num_reqs, sources.REFERENCE + 1))
+    record = Record(*zeros(3, max_num_reqs, NUM_RECORDS.value))
     by_length = (NUM_LENGTHS.value, num_model_steps)
     gains = Gains(zeros(*by_length), zeros(*by_length), zeros(NUM_LENGTHS.value))
     offer_positions = zeros(max_num_reqs) + NO_OFFERS.value
