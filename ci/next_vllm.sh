@@ -13,7 +13,9 @@ if [[ ${1:-} == --test ]]; then
 fi
 version=${1:-}
 if [[ -z $version ]]; then
-  version=$(python -m pip --disable-pip-version-check index versions vllm 2>>"$log" | sed -n '1s/^vllm (\(.*\))$/\1/p')
+  version=$(
+    python -m pip --disable-pip-version-check index versions vllm 2>>"$log" | sed -n '1s/^vllm (\(.*\))$/\1/p' || true
+  )
   [[ -n $version ]] || fail "the package index names no release of vLLM; pip's words are in $PWD/$log"
 fi
 python ci/next_vllm.py "$version" || code=1

@@ -13,6 +13,7 @@ from vllm import envs
 
 from tests.e2e.engines import engine
 from tests.e2e.serving import Server, serve
+from vllm_specplus.config import resolve
 
 # Tokens are bytes.
 PROMPTS = [f"def add(a, b):\n    return a + b\n\n# {k}\ndef sub(a, b):\n    return a" for k in range(6)]
@@ -41,7 +42,7 @@ def check_two_engines(model: Path, config: dict[str, Any], texts: list[str], fol
         drafted = _drafted_by_source(server)
         assert drafted.pop("reference") >= accepted
         # The requests without a prediction; an adaptive config may draft nothing for them.
-        assert config.get("adaptive") or sum(drafted.values()) > 0
+        assert resolve(config).options.adaptive or sum(drafted.values()) > 0
         requests = _requests_by_engine(server)
         assert len(requests) == 2
         assert min(requests) > 0

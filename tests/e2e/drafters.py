@@ -14,8 +14,11 @@ from pydantic import ValidationError
 
 from tests.e2e.engines import PROMPTS, engine
 from tests.e2e.families import NUM_LAYERS, make_family, make_medusa, make_two_layers
-from tests.e2e.references import stats
+from tests.e2e.faults import let_drafts_pay
+from tests.e2e.references import check_sums, stats
 from vllm_specplus.config import SpecPlusConfigError
+from vllm_specplus.proposers.arbiter import Prices
+from vllm_specplus.proposers.costs import Pace
 from vllm_specplus.testing.tiny_model import make_random
 
 WORKS, AS_STOCK, REFUSED, REFUSED_BY_VLLM = "works", "as vLLM's `mtp`", "refused on a CPU", "refused by vLLM"
@@ -28,7 +31,10 @@ APPEND: dict[str, Any] = {
     "adaptive": False,
 }
 ADAPTIVE: dict[str, Any] = APPEND | {"adaptive": True, "verify_strategy": "target_match"}
+# Hardly any text has as long a match.
+NO_NGRAMS = {"min_ngram_size": 20, "max_ngram_size": 20}
 FEW = PROMPTS[:4]
+STRATEGIES = ("topp", "greedy", "rejection")
 
 
 @dataclass(frozen=True)
@@ -110,19 +116,60 @@ def verdict(name: str, folder: Path, *, on_v2: bool) -> str:
     return WORKS if appended == chosen == plain else f"fails: {appended}, {chosen}, without speculation {plain}"
 
 
-Ask = Callable[[dict[str, Any] | None], tuple[list[list[int]], dict[str, Any]]]
+# Hybrids of drafters with checkpoints of their own: `method`, `verify_strategy`, `adaptive`.
+OTHER_HYBRIDS = [
+    *((method, strategy, False) for method in ("eagle", "draft_model") for strategy in STRATEGIES),
+    *(("eagle3", strategy, True) for strategy in (*STRATEGIES, "target_match")),
+]
+
+
+def check_hybrid(
+    method: str, strategy: str, adaptive: bool, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The greedy text is that without speculation, though drafts of the model and of the history were verified.
+
+    Args:
+        method, strategy, adaptive: of `OTHER_HYBRIDS`.
+        target: the model that the drafter is made for.
+        draft: the draft model, with the heads in it.
+        monkeypatch: of the test.
+    """
+    let_drafts_pay(monkeypatch)
+    with engine(target) as e:
+        plain = e.tokens(FEW, max_tokens=24)
+    assert all(len(set(text)) > 1 for text in plain)
+    drafter = draft if method == "draft_model" else draft / method
+    config = APPEND | {"method": method, "model": str(drafter), "verify_strategy": strategy, "adaptive": adaptive}
+    with engine(target, config) as e:
+        assert e.tokens(FEW, max_tokens=24) == plain
+        accepted, drafted = check_sums(e), stats(e)["drafted"]
+    for source in ("model", "ngram"):
+        assert sum(drafted[source]) > 0
+    # The other drafters are random.
+    assert method != "eagle" or accepted["model"] > 0
+
+
+Ask = Callable[..., tuple[list[list[int]], dict[str, Any]]]
 
 
 def as_stock(ask: Ask, config: dict[str, Any]) -> str:
     """The cell of a drafter whose texts vLLM itself changes once a draft is accepted.
 
-    A hybrid with the slots of vLLM's own, all of which the model fills, makes the same steps.
+    A hybrid with the slots of vLLM's own, all of which the model fills, makes the same steps. So does an adaptive one
+    in its first steps, if drafts cost nothing: later it leaves out drafts of which hardly any is accepted.
     """
     stock, _ = ask(config | STOCK_SLOTS)
     filled, _ = ask(config | APPEND | STOCK_SLOTS | {"verify_strategy": "target_match"})
     plain, _ = ask(None)
     assert stock != plain
-    return AS_STOCK if filled == stock else f"fails: {filled}, vLLM {stock}"
+    with pytest.MonkeyPatch.context() as patch:
+        let_drafts_pay(patch)
+        patch.setattr(Pace, "prices", lambda self, costs, num_reqs: Prices(0.0, 1.0, 0.0, 0.0))
+        chosen, counts = ask(config | ADAPTIVE | STOCK_SLOTS | NO_NGRAMS, max_tokens=8)
+    first, second = counts["drafted"]["model"]
+    assert first == second > 0
+    is_stock = filled == stock and chosen == [text[:8] for text in stock]
+    return AS_STOCK if is_stock else f"fails: {filled}, {chosen}, vLLM {stock}"
 
 
 def refusal(ask: Ask, config: dict[str, Any]) -> list[str]:
@@ -136,7 +183,9 @@ def words(error: ValidationError) -> list[str]:
     return [problem["msg"] for problem in error.errors()]
 
 
-def texts(target: Path, drafter: Drafter, config: dict[str, Any] | None) -> tuple[list[list[int]], dict[str, Any]]:
+def texts(
+    target: Path, drafter: Drafter, config: dict[str, Any] | None, max_tokens: int = 24
+) -> tuple[list[list[int]], dict[str, Any]]:
     """The texts of `FEW` and the worker's counts, which are empty without plugin keys that draft."""
     is_hybrid = config is not None and "mtp_strategy" in config
     calls: list[Any] = []
@@ -145,7 +194,7 @@ def texts(target: Path, drafter: Drafter, config: dict[str, Any] | None) -> tupl
         looks_at_layer = is_hybrid and speculator is not None and drafter.second_layer is not None
         if looks_at_layer:
             speculator.model.get_submodule(drafter.second_layer).register_forward_hook(lambda *args: calls.append(args))
-        found = e.tokens(FEW, max_tokens=24)
+        found = e.tokens(FEW, max_tokens=max_tokens)
         assert calls or not looks_at_layer
         return found, stats(e) if is_hybrid else {}
 

@@ -1,13 +1,17 @@
 """What each worker of an engine drafts, chooses and runs, on which all of them have to agree."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 from vllm import SamplingParams
 from vllm.distributed.parallel_state import get_tp_group
 
-from tests.e2e.engines import Engine
+from tests.e2e.engines import PROMPTS, Engine
 from tests.e2e.faults import (
     FAULTY,
     OTHERS,
@@ -17,12 +21,19 @@ from tests.e2e.faults import (
     let_drafts_pay_in_worker,
     recover_in_worker,
 )
-from tests.e2e.references import ask
+from tests.e2e.references import ask, asking
 from vllm_specplus.engine.salts import SaltingMixin
 from vllm_specplus.proposers.costs import Costs, Pace
 
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 # Requests that are sampled: by noise of their own, and by the engine's.
 SAMPLED: list[dict[str, Any]] = [{"temperature": 0.9, "top_p": 0.95, "seed": 11}, {"temperature": 0.9}]
+
+
+def bind_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each of two workers a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
 
 
 def record_drafts(worker: Any) -> None:
@@ -94,6 +105,60 @@ def recorded(worker: Any, what: str) -> Any:
 def of_workers(e: Engine, what: str) -> list[Any]:
     """What each worker has recorded: "drafts", "choices" or "inputs"."""
     return e.llm.collective_rpc(recorded, args=(what,))
+
+
+@contextmanager
+def discarded_drafts(e: Engine) -> Iterator[list[tuple[int, int]]]:
+    """Drafted and accepted tokens of each result that vLLM discards, since its request had ended before the step.
+
+    At the end vLLM has taken all results.
+    """
+    core = e.llm.llm_engine.engine_core.engine_core
+    scheduler, found = core.scheduler, []
+    update = scheduler.update_from_output
+
+    def note_and_update(step: Any, output: Any) -> Any:
+        for req_id in step.num_scheduled_tokens.keys() - scheduler.requests.keys():
+            tokens = output.sampled_token_ids[output.req_id_to_index[req_id]]
+            found.append((len(step.scheduled_spec_decode_tokens.get(req_id, ())), len(tokens) - 1))
+        return update(step, output)
+
+    with patch.object(scheduler, "update_from_output", note_and_update):
+        yield found
+        while core.batch_queue:
+            core.step_fn()
+
+
+def check_all_workers_alike(
+    e: Engine, texts: list[list[int]], max_tokens: int, sampled: Iterable[dict[str, Any]] = SAMPLED
+) -> dict[str, Any]:
+    """Check that workers draft, choose and count alike, and as vLLM counts: with references or not, greedy and sampled.
+
+    Args:
+        e: an engine whose workers all draft and verify.
+        texts: of the first four prompts, greedy, of `max_tokens` each.
+        max_tokens: the length of each text.
+        sampled: the sampling parameters of further rounds of the same requests.
+
+    Returns:
+        the counts.
+    """
+    e.llm.collective_rpc(record_drafts)
+    e.llm.collective_rpc(record_choices)
+    assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=max_tokens) == texts * 2
+    for sampling in sampled:
+        ask(e, PROMPTS[:4] * 2, asking(texts), **{"max_tokens": max_tokens} | sampling)
+    counts, counts_of_last = e.llm.collective_rpc("specplus_stats")
+    assert counts == counts_of_last
+    assert sum(counts["accepted"]["reference"]) > 0
+    vllm = e.counts()
+    assert sum(map(sum, counts["drafted"].values())) == vllm.drafted
+    assert [sum(column) for column in zip(*counts["accepted"].values(), strict=True)] == vllm.by_position
+    for what in ("drafts", "choices"):
+        of_first, of_last = of_workers(e, what)
+        assert len(of_first) > 20
+        assert of_first == of_last
+    return counts
 
 
 # What fails in a worker, whichever runner it has, by the part in which that is counted.

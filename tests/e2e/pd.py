@@ -15,10 +15,13 @@ from typing import Any
 
 import openai
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from vllm import envs
 
 from tests.e2e.engines import engine
 from tests.e2e.processes import alive, of_group
+from tests.e2e.references import stats
 from tests.e2e.serving import Server, free_port
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pd_disaggregation" / "serve.py"
@@ -48,6 +51,14 @@ class Pd:
         request = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": NUM_TOKENS}
         extra = {"ignore_eos": True, **fields.pop("extra_body", {})}
         return self.proxy.client().completions.create(**request | fields, extra_body=extra)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What became of all prompts: the text and the steps of each, and the drafts of each source by position."""
+
+    answers: list[tuple[str, int]]
+    drafts: dict[str, dict[str, list[int]]]
 
 
 @contextmanager
@@ -88,15 +99,28 @@ def started(model: Path, config: dict[str, Any], folder: Path, *options: str) ->
         process.wait(END_SECONDS)
 
 
-def one_engine(model: Path, config: dict[str, Any], **sampling: Any) -> list[tuple[str, int]]:
-    """The text of each prompt by one engine that has no connector, and the steps that it took."""
+def one_engine(model: Path, config: dict[str, Any], **sampling: Any) -> Results:
+    """The results of one engine that has no connector."""
     prompts = [list(prompt.encode()) for prompt in PROMPTS]
     with engine(model, config) as e:
         # One at a time, as the proxy is asked: what one request learns of the drafts the next one uses.
         results = [
             e.generate([p], max_tokens=NUM_TOKENS, extra_args={"aux_info": True}, **sampling)[0] for p in prompts
         ]
-    return [(result.outputs[0].text, result.aux_info["iter_count"]) for result in results]
+        drafts = _drafts(stats(e))
+    return Results([(result.outputs[0].text, result.aux_info["iter_count"]) for result in results], drafts)
+
+
+def _results(pd: Pd, **sampling: Any) -> Results:
+    found = [pd.complete(prompt, **sampling, extra_body={"aux_info": True}) for prompt in PROMPTS]
+    drafts = _drafts(json.loads(pd.decode.get("/specplus/stats")))
+    return Results([(each.choices[0].text, each.aux_info["iter_count"]) for each in found], drafts)
+
+
+def _drafts(counts: dict[str, Any]) -> dict[str, dict[str, list[int]]]:
+    # vLLM pads the first step where one token is left to compute, as NIXL leaves one.
+    sources = [source for source in counts["drafted"] if source != "unfilled"]
+    return {kind: {source: counts[kind][source] for source in sources} for kind in ("drafted", "accepted")}
 
 
 def whole_blocks(prompt: str) -> int:
@@ -104,23 +128,45 @@ def whole_blocks(prompt: str) -> int:
     return (len(prompt) - 2) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def check_texts(
-    pd: Pd, expected: list[tuple[str, int]], handed_over: Callable[[str], int] = whole_blocks, **sampling: Any
-) -> None:
-    """Same texts in the same steps: so the drafts are the same, from the first decode step on."""
-    found = [pd.complete(prompt, **sampling, extra_body={"aux_info": True}) for prompt in PROMPTS]
-    assert [(each.choices[0].text, each.aux_info["iter_count"]) for each in found] == expected
-    assert min(steps for _, steps in expected) < NUM_TOKENS
+def check_results(pd: Pd, expected: Results, handed_over: Callable[[str], int] = whole_blocks, **sampling: Any) -> None:
+    """Same texts in the same steps, and the same drafts of each source: so the draft model's cache came over too."""
+    assert _results(pd, **sampling) == expected
+    assert min(steps for _, steps in expected.answers) < NUM_TOKENS
     assert pd.prefill.metric("vllm:generation_tokens_total") == len(PROMPTS)
     assert pd.prefill.metric("vllm:spec_decode_num_draft_tokens_total") == 0
     assert pd.decode.metric("vllm:external_prefix_cache_hits_total") == sum(map(handed_over, PROMPTS))
 
 
-def check_same_text(model: Path, config: dict[str, Any], folder: Path, **sampling: Any) -> None:
-    """The pair gives the text of one engine, in as many steps."""
+def check_same_results(model: Path, config: dict[str, Any], folder: Path, **sampling: Any) -> None:
+    """The pair gives what one engine gives."""
     expected = one_engine(model, config, **sampling)
     with started(model, config, folder) as pd:
-        check_texts(pd, expected, **sampling)
+        check_results(pd, expected, **sampling)
+
+
+def check_draft_cache(model: Path, config: dict[str, Any], folder: Path) -> None:
+    """Fewer of the draft model's drafts are accepted once noise comes over in place of its own cache."""
+    caches = folder / "caches"
+    expected = one_engine(model, config)
+    with started(model, config, folder, "--shared-folder", str(caches)) as pd:
+        check_results(pd, expected)
+        _spoil_draft_cache(model, caches)
+        spoiled = _results(pd)
+    assert [text for text, _ in spoiled.answers] == [text for text, _ in expected.answers]
+    # The decode server has counted both rounds.
+    first, both = (sum(each.drafts["accepted"]["model"]) for each in (expected, spoiled))
+    assert first <= both < 2 * first, (first, both)
+
+
+def _spoil_draft_cache(model: Path, caches: Path) -> None:
+    """Put large noise into the caches behind the target's layers. Nobody writes those of a known prompt anew."""
+    num_layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    files = [file for file in caches.rglob("*.safetensors") if int(file.name.split(".")[2]) >= num_layers]
+    assert len(files) == len(PROMPTS)
+    noise = torch.Generator().manual_seed(0)
+    for file in files:
+        found = load_file(file)
+        save_file({name: (5 * torch.randn(c.shape, generator=noise)).to(c.dtype) for name, c in found.items()}, file)
 
 
 def check_hybrid(
@@ -133,11 +179,26 @@ def check_hybrid(
     """All that the proxy and its servers promise."""
     expected = one_engine(model, config)
     with started(model, config, folder, *options) as pd:
-        check_texts(pd, expected, handed_over)
-        text = expected[0][0]
+        check_results(pd, expected, handed_over)
+        text = expected.answers[0][0]
+        check_chat(pd)
         check_fields(pd, text)
         check_death(pd, text)
     check_nothing_is_left(pd.decode_pid)
+
+
+def check_chat(pd: Pd) -> None:
+    """A chat's prediction reaches the decode server, beside the prompt's cache."""
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    request: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": NUM_TOKENS}
+    request["extra_body"] = {"ignore_eos": True}
+    chats = pd.proxy.client().chat.completions
+    text = chats.create(**request).choices[0].message.content
+    before = pd.decode.metric("vllm:external_prefix_cache_hits_total")
+    predicted = chats.create(**request, prediction={"type": "content", "content": text})
+    assert predicted.choices[0].message.content == text
+    assert predicted.usage.completion_tokens_details.accepted_prediction_tokens > NUM_TOKENS // 2
+    assert pd.decode.metric("vllm:external_prefix_cache_hits_total") > before
 
 
 def check_fields(pd: Pd, text: str) -> None:

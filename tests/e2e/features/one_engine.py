@@ -1,5 +1,6 @@
 """vLLM's features that all can be asked of one engine, in this process."""
 
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,8 @@ from vllm import SamplingParams
 from vllm.logprobs import Logprob
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.e2e.engines import PROMPTS, Engine, engine
-from tests.e2e.features.outcomes import Lack, Near, Refusal, outcome, registered
+from tests.e2e.engines import PROMPTS, Engine
+from tests.e2e.features.outcomes import Lack, Near, Refusal, Start, drafted, outcome, registered
 
 ENGINE: dict[str, Any] = {
     "enable_prefix_caching": True,
@@ -24,11 +25,14 @@ ENGINE: dict[str, Any] = {
 }
 FEW = PROMPTS[:3]
 LONG = (PROMPTS[0] * 8)[:300]
+BUDGET = 3
 
 Feature = Callable[[Engine], Any]
 FEATURES: dict[str, Feature] = {}
 # Of these vLLM may take all drafts away, as the grammar does not allow them.
 STRUCTURED: set[str] = set()
+# Its grammar allows drafts that repeat the text.
+REPETITION = "regular expression"
 
 
 feature = partial(registered, FEATURES)
@@ -42,9 +46,12 @@ def sampling(name: str, **params: Any) -> None:
 def structured(name: str, **asked: Any) -> None:
     """Register a form of structured output."""
     STRUCTURED.add(name)
-    FEATURES[name] = lambda e: e.tokens(
-        FEW[:2], max_tokens=40, ignore_eos=False, structured_outputs=StructuredOutputsParams(**asked)
-    )
+    FEATURES[name] = partial(_constrained, **asked)
+
+
+def _constrained(e: Engine, **asked: Any) -> list[list[int]]:
+    outputs = StructuredOutputsParams(**asked)
+    return e.tokens(FEW[:2], max_tokens=40, ignore_eos=False, structured_outputs=outputs)
 
 
 sampling("greedy text")
@@ -56,13 +63,31 @@ sampling("`allowed_token_ids`", allowed_token_ids=[65, 66, 70, 71])
 sampling("`min_p`", min_p=0.1, temperature=1.0, top_k=1)
 sampling("`logit_bias`", logit_bias={65: 5.0})
 sampling("`n` above 1", n=3, temperature=1.0, top_k=1)
-sampling("thinking budget", thinking_token_budget=3)
 # vLLM has had no such parameter since its second engine.
 sampling("`best_of`", n=1, best_of=3)
 structured("JSON schema", json={"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
-structured("regular expression", regex="[a-c]{3}-[0-9]{4}")
+
+
+@feature(REPETITION)
+def repetition(e: Engine) -> Any:
+    regex = "[a-c]{3}-(ab){16}"
+    texts = [bytes(token for token in text if token < 256) for text in _constrained(e, regex=regex)]
+    assert all(re.fullmatch(regex.encode(), text) for text in texts)
+    return texts
+
+
 structured("grammar", grammar='root ::= "a" root "b" | "cc"')
 structured("choice", choice=["positive", "negative"])
+
+
+@feature("thinking budget")
+def thinking_budget(e: Engine) -> Any:
+    """The texts, and the most tokens between the markers of `ENGINE`."""
+    texts = e.tokens(FEW, max_tokens=32, thinking_token_budget=BUDGET)
+    letters = b"|".join(bytes(token for token in text if token < 256) for text in texts)
+    longest = max(map(len, re.findall(rb"e([^e\n|]*)\n", letters)))
+    assert longest == BUDGET or e.llm.llm_engine.vllm_config.speculative_config is not None
+    return longest, texts
 
 
 @feature("stop strings over several steps")
@@ -94,7 +119,8 @@ def prefix_caching(e: Engine) -> Any:
     """The second request finds the first one's prompt."""
     e.tokens([LONG], max_tokens=2)
     (result,) = e.generate([[*LONG, 65, 66]], max_tokens=16)
-    return result.num_cached_tokens > 0, list(result.outputs[0].token_ids)
+    assert result.num_cached_tokens > 0
+    return list(result.outputs[0].token_ids)
 
 
 @feature("chunked prefill")
@@ -108,7 +134,8 @@ def preemption(e: Engine) -> Any:
     """More text than the cache has room for."""
     before = preemptions(e)
     texts = e.tokens([[i, *LONG[:200]] for i in range(65, 70)], max_tokens=80)
-    return preemptions(e) > before, texts
+    assert preemptions(e) > before
+    return texts
 
 
 def preemptions(e: Engine) -> int:
@@ -160,16 +187,18 @@ def prompt_embeds(e: Engine) -> Any:
     return [list(r.outputs[0].token_ids) for r in e.llm.generate([{"prompt_embeds": rows}], params, use_tqdm=False)]
 
 
-def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str]) -> dict[str, Any]:
+def ask(model: Path, start: Start, config: dict[str, Any] | None, names: Iterable[str]) -> dict[str, Any]:
     """The outcome of features on one engine; each that brings tokens has drafts."""
-    with engine(model, config, **ENGINE) as e:
+    with start(model, config, **ENGINE) as e:
         found: dict[str, Any] = {}
-        drafted = 0
+        num_drafted = num_accepted = 0
         for name in names:
             found[name] = outcome(partial(FEATURES[name], e))
             if config is not None:
-                before, drafted = drafted, e.counts().drafted
+                before, num_drafted = num_drafted, drafted(e, config)
                 has_none = name in STRUCTURED or isinstance(found[name], Refusal | Lack)
-                assert has_none or drafted > before, name
-        assert drafted == 0 or e.counts().accepted > 0
+                assert has_none or num_drafted > before, name
+                before, num_accepted = num_accepted, e.counts().accepted
+                assert name != REPETITION or num_accepted > before
+        assert num_drafted == 0 or num_accepted > 0
         return found

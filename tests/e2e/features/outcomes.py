@@ -1,14 +1,20 @@
 """What becomes of a feature, and the words for it in docs/features.md."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
 
+from tests.e2e.engines import Engine
+from tests.e2e.references import stats
+
 WORKS, REFUSED, AS_VLLM = "works", "refused by vLLM", "not in vLLM either"
 STOCK = {"method": "mtp", "num_speculative_tokens": 2}
 
+# Starts an engine: a model's folder, a speculative config, further arguments.
+Start = Callable[..., AbstractContextManager[Engine]]
 _Ask = TypeVar("_Ask")
 
 
@@ -47,6 +53,16 @@ def registered(features: dict[str, _Ask], name: str) -> Callable[[_Ask], _Ask]:
     return register
 
 
+def drafted(e: Engine, config: dict[str, Any]) -> int:
+    """The drafts of an engine so far. Under asynchronous scheduling vLLM counts slots without a draft too."""
+    return filled(stats(e)) if "mtp_strategy" in config else e.counts().drafted
+
+
+def filled(stats: dict[str, Any]) -> int:
+    """The drafts in the plugin's counts, without padding."""
+    return sum(sum(row) for source, row in stats["drafted"].items() if source != "unfilled")
+
+
 def outcome(ask: Callable[[], Any]) -> Any:
     """What a feature returns, or how it fails."""
     try:
@@ -72,9 +88,11 @@ def verdict(plain: Any, stock: Any, ours: Any) -> str:
 
     `stock` is None where it has not been asked, because the other two are the same.
     """
-    if isinstance(ours, Refusal | Lack) and ours in (plain, stock):
+    has_answer = not isinstance(ours, Refusal | Lack)
+    if not has_answer and ours in (plain, stock):
         return REFUSED if isinstance(ours, Refusal) else AS_VLLM
     if ours == plain:
         return WORKS
-    found = f"{ours!r}, without speculation {plain!r}, with vLLM's drafter {stock!r}"
-    return f"fails: {found}" if stock == plain else AS_VLLM
+    if has_answer and stock != plain:
+        return AS_VLLM
+    return f"fails: {ours!r}, without speculation {plain!r}, with vLLM's drafter {stock!r}"

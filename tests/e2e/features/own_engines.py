@@ -12,8 +12,8 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from tests.e2e.eagle_heads import make_eagle_head
-from tests.e2e.engines import ADAPTIVE, PROMPTS, Engine, engine
-from tests.e2e.features.outcomes import STOCK, engine_outcome
+from tests.e2e.engines import ADAPTIVE, PROMPTS, Engine
+from tests.e2e.features.outcomes import STOCK, Start, drafted, engine_outcome
 from tests.e2e.variants import ADAPTER_RANK, AUDIO_TOKEN, make_adapter, make_listener, sound
 from vllm_specplus.testing.tiny_model import make_random
 
@@ -38,13 +38,13 @@ class OwnEngines:
     ours: dict[str, Any] = field(default_factory=lambda: ADAPTIVE)
     stock: dict[str, Any] = field(default_factory=lambda: STOCK)
 
-    def outcome(self, config: dict[str, Any] | None) -> Any:
+    def outcome(self, start: Start, config: dict[str, Any] | None) -> Any:
         """What becomes of the feature, or of the engine's start, with this speculative config."""
 
         def start_and_ask() -> Any:
-            with engine(self.model, config, **self.args) as e:
+            with start(self.model, config, **self.args) as e:
                 found = self.ask(e)
-                assert config is None or e.counts().drafted > 0
+                assert config is None or drafted(e, config) > 0
                 return found
 
         return engine_outcome(start_and_ask)
@@ -64,8 +64,8 @@ def lora(trained: Path, folder: Path) -> OwnEngines:
         results = e.llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=adapters * len(FEW))
         texts = [list(r.outputs[0].token_ids) for r in results]
         without = e.tokens(FEW, max_tokens=PARAMS.max_tokens)
-        kinds = {str(kind) for kind in (without, texts[::2], texts[1::2])}
-        return len(kinds), without, texts
+        assert len({str(kind) for kind in (without, texts[::2], texts[1::2])}) == 3
+        return without, texts
 
     return OwnEngines(ask, trained, {"enable_lora": True, "max_loras": 2, "max_lora_rank": ADAPTER_RANK})
 
@@ -102,7 +102,8 @@ def logits_processors(trained: Path, folder: Path) -> OwnEngines:
 
     def ask(e: Engine) -> Any:
         texts = e.tokens(FEW, max_tokens=24)
-        return any(FORBIDDEN in text for text in texts), texts
+        assert not any(FORBIDDEN in text for text in texts)
+        return texts
 
     forbids = ForbidsOnV2 if envs.VLLM_USE_V2_MODEL_RUNNER else ForbidsOnV1
     return OwnEngines(ask, trained, {"logits_processors": [forbids]})
@@ -134,7 +135,8 @@ def multimodal(trained: Path, folder: Path) -> OwnEngines:
         ]
         texts = [list(r.outputs[0].token_ids) for r in e.llm.generate(prompts, PARAMS, use_tqdm=False)]
         # The text depends on the sound.
-        return len({str(text) for text in texts}) > len(prompts) // len(pitches), texts
+        assert len({str(text) for text in texts}) > len(prompts) // len(pitches)
+        return texts
 
     return OwnEngines(
         ask,

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import httpx
 import openai
+import pytest
 from vllm import SamplingParams
 from vllm.engine.protocol import StreamingInput
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -25,7 +26,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.e2e.engines import PROMPTS
-from tests.e2e.features.outcomes import Lack, Refusal, registered
+from tests.e2e.faults import let_drafts_pay_in_worker
+from tests.e2e.features.outcomes import Lack, Refusal, filled, registered
 from vllm_specplus.requests.engine_client import has_drafter
 
 _MOST_SECONDS = 480
@@ -55,6 +57,8 @@ class Server:
 
 Feature = Callable[[Server], Awaitable[Any]]
 FEATURES: dict[str, Feature] = {}
+# They bring no tokens, or those of a grammar, for which vLLM may take all drafts away.
+WITHOUT_DRAFTS = {"tool calls", "`/tokenize`"}
 
 
 feature = partial(registered, FEATURES)
@@ -95,9 +99,13 @@ async def tool_calls(s: Server) -> Any:
 
 @feature("`/tokenize`")
 async def tokenize(s: Server) -> Any:
+    """A prompt and a chat. vLLM ignores a prediction there."""
     bodies: list[Any] = [{"model": "tiny", "prompt": PROMPT}, {"model": "tiny", "messages": MESSAGES}]
-    answers = [await s.http.post("/tokenize", json=body) for body in bodies]
-    return [answer.raise_for_status().json() for answer in answers]
+    prediction = {"prediction": {"type": "content", "content": PROMPT}}
+    answers = [await s.http.post("/tokenize", json=body | more) for more in ({}, prediction) for body in bodies]
+    found = [answer.raise_for_status().json() for answer in answers]
+    assert found[:2] == found[2:]
+    return found
 
 
 @feature("Responses API")
@@ -113,11 +121,14 @@ async def responses(s: Server) -> Any:
 async def responses_with_reference(s: Server) -> Any:
     request = GREEDY | {"input": PROMPT, "max_output_tokens": 16}
     text = (await s.client.responses.create(**request)).output_text
+    if s.has_drafter:
+        with pytest.raises(openai.BadRequestError, match="prediction"):
+            await s.client.responses.create(**request, extra_body={"prediction": {"type": "content", "content": text}})
     # Where the plugin does not draft it is refused.
     xargs = {"sp_advice_prompt": text, "sp_edit": 1} if s.has_drafter else {}
     answer = await s.client.responses.create(**request, extra_body={"vllm_xargs": xargs})
-    is_used = not s.has_drafter or sum((await s.stats())["accepted"]["reference"]) > 0
-    return is_used, answer.output_text
+    assert not s.has_drafter or sum((await s.stats())["accepted"]["reference"]) > 0
+    return answer.output_text
 
 
 @feature("streaming input")
@@ -148,7 +159,8 @@ async def pause_and_resume(s: Server) -> Any:
             await s.engine.pause_generation(mode="keep")
             paused = len(found)
             await s.engine.resume_generation()
-    return 0 < paused < 24, found
+    assert 0 < paused < 24
+    return found
 
 
 @asynccontextmanager
@@ -166,7 +178,8 @@ async def serve(model: Path, config: dict[str, Any] | None) -> AsyncIterator[Ser
     args = parser.parse_args(options)
     args.model = args.model_tag
     # This process has threads by now, so the engine's is not forked from it.
-    with patch.dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn"):
+    # Functions for its worker are pickled.
+    with patch.dict(os.environ, VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_ALLOW_INSECURE_SERIALIZATION="1"):
         async with build_async_engine_client(args) as engine:
             tasks = await engine.get_supported_tasks()
             app = build_app(args, tasks, engine.model_config)
@@ -180,12 +193,22 @@ async def serve(model: Path, config: dict[str, Any] | None) -> AsyncIterator[Ser
 
 
 def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str]) -> dict[str, Any]:
-    """The outcome of features on one server."""
+    """The outcome of features on one server; each that brings tokens has drafts where the plugin drafts."""
 
     async def ask_all() -> dict[str, Any]:
         async with serve(model, config) as server:
-            found = {name: await _outcome(FEATURES[name], server) for name in names}
-            assert not server.has_drafter or not any((await server.stats())["faults"].values()), "a fault of the plugin"
+            if not server.has_drafter:
+                return {name: await _outcome(FEATURES[name], server) for name in names}
+            await server.engine.collective_rpc(let_drafts_pay_in_worker)
+            found: dict[str, Any] = {}
+            num_drafted = 0
+            for name in names:
+                found[name] = await _outcome(FEATURES[name], server)
+                stats = await server.stats()
+                before, num_drafted = num_drafted, filled(stats)
+                has_none = name in WITHOUT_DRAFTS or isinstance(found[name], Refusal | Lack)
+                assert has_none or num_drafted > before, name
+            assert not any(stats["faults"].values()), "a fault of the plugin"
             return found
 
     return asyncio.run(asyncio.wait_for(ask_all(), _MOST_SECONDS))

@@ -11,11 +11,13 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.engines import ADAPTIVE
+from tests.e2e.engines import ADAPTIVE, engine
 from tests.e2e.features import one_engine, own_engines, server
-from tests.e2e.features.outcomes import STOCK, verdict
+from tests.e2e.features.outcomes import STOCK, Start, verdict
 
 FEATURES = [*one_engine.FEATURES, *server.FEATURES, *own_engines.FEATURES]
+# Those whose engines run in the tests' own process.
+IN_PROCESS = [*one_engine.FEATURES, *own_engines.FEATURES]
 
 
 @dataclass
@@ -43,20 +45,21 @@ class Group:
         return {name: verdict(plain[name], stock.get(name), ours[name]) for name in self.names}
 
 
-def groups(trained: Path, folder: Path) -> dict[str, Group]:
+def groups(trained: Path, folder: Path, start: Start = engine) -> dict[str, Group]:
     """The group of each feature.
 
     Args:
         trained: the trained tiny model.
         folder: takes further models.
+        start: starts the engines that run in this process.
     """
-    found: dict[str, Group] = {}
-    for module in (one_engine, server):
-        found |= dict.fromkeys(module.FEATURES, Group(module.FEATURES, partial(module.ask, trained)))
+    of_one = Group(one_engine.FEATURES, partial(one_engine.ask, trained, start))
+    of_server = Group(server.FEATURES, partial(server.ask, trained))
+    found = dict.fromkeys(one_engine.FEATURES, of_one) | dict.fromkeys(server.FEATURES, of_server)
     for name, prepare in own_engines.FEATURES.items():
         own = prepare(trained, folder)
         found[name] = Group(
-            [name], lambda config, _, name=name, own=own: {name: own.outcome(config)}, own.ours, own.stock
+            [name], lambda config, _, name=name, own=own: {name: own.outcome(start, config)}, own.ours, own.stock
         )
     return found
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.drafters import DRAFTERS, cells, verdict
+from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, cells, check_hybrid, verdict
 from tests.e2e.engines import marked
 
 # Those that run in CI; the others have the same parts of the plugin below them.
@@ -18,3 +18,12 @@ def test_drafter(name: str, tmp_path: Path) -> None:
 
 def test_every_row_is_a_drafter() -> None:
     assert list(cells("V1")) == list(DRAFTERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "strategy", "adaptive"), OTHER_HYBRIDS)
+def test_other_hybrids(
+    method: str, strategy: str, adaptive: bool, tiny: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # EAGLE 3 reads outputs of layers that vLLM's MiMo does not offer.
+    check_hybrid(method, strategy, adaptive, draft if method == "eagle3" else tiny, draft, monkeypatch)

@@ -1,16 +1,19 @@
-"""A mixture of experts in two tensor-parallel workers, on the V1 model runner."""
+"""A mixture of experts in two tensor-parallel workers, on the V1 model runner; what vLLM does not run on a CPU."""
 
-import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.e2e.drafters import ADAPTIVE, APPEND, MTP
 from tests.e2e.engines import PROMPTS, engine, marked
 from tests.e2e.families import make_family
-from tests.e2e.parallel import of_workers, record_drafts
-from tests.e2e.references import ask, asking
+from tests.e2e.faults import let_drafts_pay_in_worker
+from tests.e2e.parallel import TWO, bind_a_core_each, check_all_workers_alike
+from tests.e2e.references import stats
+from tests.e2e.serving import serve
 
 MAX_TOKENS = 16
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -23,7 +26,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "verify_strategy": "greedy",
     },
 }
-TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +42,37 @@ def plain(mixture: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", marked(CONFIGS, (), slow=CONFIGS))
 def test_two_workers(name: str, mixture: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    bind_a_core_each(monkeypatch)
     with engine(mixture, CONFIGS[name], **TWO) as e:
-        e.llm.collective_rpc(record_drafts)
-        assert ask(e, PROMPTS[:4] * 2, asking(plain), max_tokens=MAX_TOKENS) == plain * 2
-        first, last = e.llm.collective_rpc("specplus_stats")
-        assert first == last
-        assert sum(first["accepted"]["reference"]) > 0
-        drafts, drafts_of_last = of_workers(e, "drafts")
-        assert drafts == drafts_of_last
+        e.llm.collective_rpc(let_drafts_pay_in_worker)
+        counts = check_all_workers_alike(e, plain, MAX_TOKENS)
+        assert name == "suffix" or sum(counts["drafted"]["model"]) > 0
+
+
+@pytest.mark.slow
+def test_expert_parallelism_of_one_worker(mixture: Path, plain: list[list[int]]) -> None:
+    with engine(mixture, CONFIGS["append"], enable_expert_parallel=True) as e:
+        assert e.tokens(PROMPTS[:4], max_tokens=MAX_TOKENS) == plain
+        assert sum(stats(e)["drafted"]["model"]) > 0
+
+
+@pytest.mark.slow
+def test_vllm_itself_has_no_expert_parallelism_on_a_cpu(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without keys of the plugin too, its workers die in the kernel for experts: docs/deployment.md says so."""
+    bind_a_core_each(monkeypatch)
+    with engine(mixture, None, enable_expert_parallel=True, **TWO) as e:
+        executor = e.llm.llm_engine.engine_core.engine_core.model_executor
+        processes = [worker.proc for worker in executor.workers]
+        with pytest.raises(RuntimeError, match="cancelled"):
+            e.tokens(PROMPTS[:1], max_tokens=2)
+        assert -signal.SIGSEGV in [process.exitcode for process in processes]
+
+
+@pytest.mark.slow
+def test_vllm_itself_has_no_data_parallel_experts_on_a_cpu(mixture: Path, tmp_path: Path) -> None:
+    """Without keys of the plugin too, its engines die at the first request: docs/deployment.md says so."""
+    environment = {"VLLM_PLUGINS": "", "VLLM_CPU_SIM_MULTI_NUMA": "1"}
+    with serve(mixture, tmp_path, "--data-parallel-size", "2", **environment) as server:
+        with pytest.raises(openai.APIError):
+            server.client().completions.create(model="tiny", prompt="aaaa", max_tokens=2)
+        assert "in all_gatherv" in server.log()

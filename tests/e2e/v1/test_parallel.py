@@ -1,6 +1,5 @@
 """Tensor parallelism on the V1 model runner: two workers, each in a process of its own."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,21 @@ from tests.e2e.engines import PROMPTS, engine
 from tests.e2e.parallel import (
     COMMON_PLACES,
     PROMPTS_OF_FAULTS,
-    SAMPLED,
+    TWO,
+    bind_a_core_each,
+    check_all_workers_alike,
     check_faults_of_all_workers,
     measure_otherwise,
     of_workers,
-    record_choices,
     record_drafts,
 )
 from tests.e2e.references import ask, asking, config_of
 from vllm_specplus.runners.v1 import requests as v1_requests
 
-TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-
 
 @pytest.fixture(autouse=True)
 def a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    bind_a_core_each(monkeypatch)
 
 
 # Without a draft model, since its passes would wait for the other worker's for ever.
@@ -70,19 +67,7 @@ def test_all_workers_choose_alike(proposer: str, more: dict[str, Any], trained: 
     with engine(trained) as e:
         texts = e.tokens(PROMPTS[:4])
     with engine(trained, config_of(proposer, draft, **more), **TWO) as e:
-        e.llm.collective_rpc(record_drafts)
-        e.llm.collective_rpc(record_choices)
-        assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=48) == texts * 2
-        for sampling in SAMPLED:
-            ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=48, **sampling)
-        first, last = e.llm.collective_rpc("specplus_stats")
-        assert first == last
-        assert sum(first["accepted"]["reference"]) > 0
-        assert sum(map(sum, first["accepted"].values())) == e.counts().accepted
-        for what in ("drafts", "choices"):
-            of_first, of_last = of_workers(e, what)
-            assert len(of_first) > 20
-            assert of_first == of_last
+        check_all_workers_alike(e, texts, max_tokens=48)
 
 
 def count_often(worker: Any) -> None:

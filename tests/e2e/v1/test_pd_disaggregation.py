@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engines import speculative, target
-from tests.e2e.pd import check_hybrid, check_same_text
+from tests.e2e.pd import check_draft_cache, check_hybrid, check_same_results
 
 
 @pytest.mark.every_version
@@ -22,13 +22,18 @@ def test_nixl(trained: Path, draft: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proposer", ["suffix", "eagle_ngram"])
-def test_other_drafters(proposer: str, tiny: Path, trained: Path, draft: Path, tmp_path: Path) -> None:
-    check_same_text(target(proposer, tiny, trained), speculative(proposer, draft), tmp_path)
+def test_suffix(trained: Path, draft: Path, tmp_path: Path) -> None:
+    check_same_results(trained, speculative("suffix", draft), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "eagle_ngram"])
+def test_the_draft_models_cache(proposer: str, tiny: Path, trained: Path, draft: Path, tmp_path: Path) -> None:
+    check_draft_cache(target(proposer, tiny, trained), speculative(proposer, draft), tmp_path)
 
 
 @pytest.mark.slow
 def test_a_seed_with_target_match(trained: Path, draft: Path, tmp_path: Path) -> None:
     """The token that the prefill server samples takes nothing from the decode server's random numbers."""
     config = speculative("mtp_ngram", draft, verify_strategy="target_match")
-    check_same_text(trained, config, tmp_path, temperature=0.8, seed=7)
+    check_same_results(trained, config, tmp_path, temperature=0.8, seed=7)

@@ -1,6 +1,7 @@
 """examples/ray_batch.py: a run that dies goes on where it was, and a dead engine costs no row."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +33,8 @@ for row in ROWS[::3]:
 NUM_TOKENS = 200
 BATCH_SIZE = 2
 SAMPLING = {"temperature": 0, "ignore_eos": True}
+# Nothing but a prediction drafts.
+NAIVE = {"method": "naive", "num_speculative_tokens": 8}
 ENGINE = {
     "max_model_len": 512,
     "max_num_seqs": 2,
@@ -78,10 +81,16 @@ class Run:
 
 @contextmanager
 def started(
-    model: Path, prompts: Path, results: Path, log: Path, *, num_tokens: int = NUM_TOKENS, num_workers: int = 2
+    model: Path,
+    prompts: Path,
+    results: Path,
+    log: Path,
+    *options: str,
+    num_tokens: int = NUM_TOKENS,
+    num_workers: int = 2,
 ) -> Iterator[Run]:
     command = [sys.executable, EXAMPLES / "ray_batch.py", model, prompts, results, "--batch-size", str(BATCH_SIZE)]
-    command += ["--workers", str(num_workers)]
+    command += ["--workers", str(num_workers), *options]
     sampling = SAMPLING | {"max_tokens": num_tokens}
     for option, value in (("sampling-params", sampling), ("engine-args", ENGINE), ("ray", RAY)):
         command += [f"--{option}", json.dumps(value)]
@@ -102,26 +111,42 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     assert not alive(processes)
 
 
-def check_rows(model: Path, rows: list[dict[str, Any]], results: Path, num_tokens: int) -> None:
-    """Each row has come once, with the text of plain vLLM."""
+def plain_texts(model: Path, rows: list[dict[str, Any]], num_tokens: int) -> list[str]:
+    """The text of plain vLLM for each row."""
+    with engine(model) as e:
+        results = e.generate([list(row["prompt"].encode()) for row in rows], max_tokens=num_tokens)
+    return [result.outputs[0].text for result in results]
+
+
+def check_rows(rows: list[dict[str, Any]], texts: list[str], results: Path, num_tokens: int) -> None:
+    """Each row has come once, with its text."""
     found = [row for file in results.glob("*.parquet") for row in pq.read_table(file).to_pylist()]
     assert Counter(row["id"] for row in found) == Counter(range(len(rows)))
-    with engine(model) as e:
-        plain = e.generate([list(row["prompt"].encode()) for row in rows], max_tokens=num_tokens)
     expected = {
-        number: (row["prompt"], output.outputs[0].text, num_tokens)
-        for number, (row, output) in enumerate(zip(rows, plain, strict=True))
+        number: (row["prompt"], text, num_tokens) for number, (row, text) in enumerate(zip(rows, texts, strict=True))
     }
     assert {row["id"]: (row["prompt"], row["text"], row["num_tokens"]) for row in found} == expected
 
 
+def logged_drafts(log: str) -> tuple[int, int]:
+    """The tokens that were drafted and accepted, by vLLM's log: it has a line for each batch."""
+    batches = re.findall(r"SpecDecoding metrics: .*Accepted: (\d+) tokens, Drafted: (\d+) tokens", log)
+    return sum(int(drafted) for _, drafted in batches), sum(int(accepted) for accepted, _ in batches)
+
+
 def test_all_rows_are_answered(trained: Path, tmp_path: Path) -> None:
-    prompts, results, rows, num_tokens = tmp_path / "prompts.jsonl", tmp_path / "results", ROWS[:8], 24
+    prompts, results, num_tokens = tmp_path / "prompts.jsonl", tmp_path / "results", 24
+    texts = plain_texts(trained, ROWS[:8], num_tokens)
+    rows = [row | ({"prediction": text} if "prediction" in row else {}) for row, text in zip(ROWS, texts, strict=False)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with started(trained, prompts, results, tmp_path / "log", num_tokens=num_tokens, num_workers=1) as run:
+    options = ("--speculative-config", json.dumps(NAIVE))
+    with started(trained, prompts, results, tmp_path / "log", *options, num_tokens=num_tokens, num_workers=1) as run:
         assert run.process.wait(SECONDS) == 0, run.log()[-4000:]
     assert "8 of 8 rows" in run.log()
-    check_rows(trained, rows, results, num_tokens)
+    drafted, accepted = logged_drafts(run.log())
+    # More than one row has of them.
+    assert num_tokens < accepted <= drafted
+    check_rows(rows, texts, results, num_tokens)
 
 
 @pytest.mark.slow
@@ -152,7 +177,7 @@ def test_no_row_is_lost_or_doubled(trained: Path, tmp_path: Path) -> None:
     assert "A worker died or was killed while executing a task" in run.log()
     assert "SpecDecoding metrics" in run.log()
     assert {file: file.stat().st_mtime_ns for file in first} == first
-    check_rows(trained, ROWS, results, NUM_TOKENS)
+    check_rows(ROWS, plain_texts(trained, ROWS, NUM_TOKENS), results, NUM_TOKENS)
 
 
 def test_what_comes_twice_is_saved_once(tmp_path: Path) -> None:

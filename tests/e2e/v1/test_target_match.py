@@ -8,6 +8,9 @@ import pytest
 from tests.e2e.engines import PROMPTS, engine, marked, speculative
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 11}
+# vLLM numbers the seeds of a request's completions.
+SEVERAL = SAMPLED | {"n": 3, "max_tokens": 24}
+TWO = PROMPTS[:2]
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
@@ -29,9 +32,10 @@ def test_logprobs_modes(mode: str, trained: Path, draft: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def text_without_drafts(trained: Path, draft: Path) -> list[list[int]]:
+def without_drafts(trained: Path, draft: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """One text of each prompt, and several of two prompts."""
     with engine(trained, speculative("naive", draft, verify_strategy="target_match")) as e:
-        return e.tokens(**SAMPLED)
+        return e.tokens(**SAMPLED), e.tokens(TWO, **SEVERAL)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +43,18 @@ def text_without_drafts(trained: Path, draft: Path) -> list[list[int]]:
     marked(["mtp", "mtp_ngram_override", "mtp_suffix", "draft_model_ngram", "ngram", "suffix"], ["mtp_ngram_override"]),
 )
 def test_target_match_text_is_that_without_drafts(
-    proposer: str, trained: Path, draft: Path, text_without_drafts: list[list[int]]
+    proposer: str, trained: Path, draft: Path, without_drafts: tuple[list[list[int]], list[list[int]]]
 ) -> None:
-    """Drafts change only how fast the text comes."""
+    """Drafts change only how fast the text comes, also where a request has several completions."""
+    text, several = without_drafts
     with engine(trained, speculative(proposer, draft, verify_strategy="target_match")) as e:
-        assert e.tokens(**SAMPLED) == text_without_drafts
+        assert e.tokens(**SAMPLED) == text
+        before = e.counts()
+        for _ in range(2):
+            assert e.tokens(TWO, **SEVERAL) == several
+        after = e.counts()
+    assert 0 < after.accepted - before.accepted < after.drafted - before.drafted
+    assert len({tuple(token_ids) for token_ids in several}) == SEVERAL["n"] * len(TWO)
 
 
 def test_a_seeded_request_whose_prompt_comes_in_chunks(trained: Path, draft: Path) -> None:

@@ -16,7 +16,10 @@ def texts(trained: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("proposer", "strategy"), [("mtp_ngram", "topp"), ("suffix", "target_match")])
+@pytest.mark.parametrize(
+    ("proposer", "strategy"),
+    [("mtp_ngram", "topp"), ("suffix", "target_match"), ("adaptive", "greedy"), ("mtp_suffix", "rejection")],
+)
 def test_two_engines_of_one_address(
     proposer: str, strategy: str, texts: list[str], trained: Path, draft: Path, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.drafters import DRAFTERS, cells, verdict
+from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, cells, check_hybrid, verdict
 from tests.e2e.engines import marked
 
 pytestmark = pytest.mark.interpreter
@@ -16,3 +16,12 @@ FAST = {"Medusa", "MiMo MTP of two layers"}
 @pytest.mark.parametrize("name", marked(DRAFTERS, (), slow=DRAFTERS.keys() - FAST))
 def test_drafter(name: str, tmp_path: Path) -> None:
     assert verdict(name, tmp_path / "model", on_v2=True) == cells("V2")[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "strategy", "adaptive"), OTHER_HYBRIDS)
+def test_other_hybrids(
+    method: str, strategy: str, adaptive: bool, tiny: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # EAGLE 3 reads outputs of layers that vLLM's MiMo does not offer.
+    check_hybrid(method, strategy, adaptive, draft if method == "eagle3" else tiny, draft, monkeypatch)

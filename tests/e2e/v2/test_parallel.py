@@ -1,6 +1,6 @@
 """Tensor and pipeline parallelism on Model Runner V2: two workers, each in a process of its own."""
 
-import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,17 @@ from tests.e2e.parallel import (
     COMMON_PLACES,
     PROMPTS_OF_FAULTS,
     SAMPLED,
+    TWO,
+    bind_a_core_each,
     check_faults_of_all_workers,
+    discarded_drafts,
     measure_otherwise,
     of_workers,
     record_choices,
     record_drafts,
     record_inputs,
 )
-from tests.e2e.references import ask, asking, config_of
+from tests.e2e.references import ask, asking, check_sums, config_of
 from tests.e2e.v2.engines import FEW, MAX_TOKENS, async_engine, tokens
 from vllm_specplus.proposers.costs import StepTimes
 
@@ -28,8 +31,7 @@ pytestmark = pytest.mark.interpreter
 
 @pytest.fixture(autouse=True)
 def a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    bind_a_core_each(monkeypatch)
 
 
 TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
@@ -111,10 +113,31 @@ def test_two_workers(
 
 
 @pytest.mark.slow
+def test_a_pipeline_counts_what_one_process_counts(trained: Path, draft: Path) -> None:
+    """The last stage counts what vLLM counts and the drafts of results that vLLM discards; else as one process does."""
+    config = config_of("mtp_ngram", draft, verify_strategy="target_match")
+    two = {PIPELINE: 2, "distributed_executor_backend": "mp"}
+    with engine(trained, config) as e:
+        texts = [tokens(e), tokens(e, temperature=0.8, seed=7)]
+        check_sums(e)
+        expected = e.counts()
+    with async_engine(trained, config, **two) as e:
+        with discarded_drafts(e) as discarded:
+            assert [tokens(e), tokens(e, temperature=0.8, seed=7)] == texts
+        vllm = e.counts()
+        _, last = e.llm.collective_rpc("specplus_stats")
+    # vLLM counts the padding of each step too.
+    assert vllm == replace(expected, drafted=expected.drafts * len(expected.by_position))
+    assert vllm.accepted > 0
+    assert sum(map(sum, last["drafted"].values())) == vllm.drafted + sum(drafted for drafted, _ in discarded)
+    assert sum(map(sum, last["accepted"].values())) == vllm.accepted + sum(accepted for _, accepted in discarded)
+
+
+@pytest.mark.slow
 def test_workers_that_do_not_agree_on_prices_draft_otherwise(trained: Path) -> None:
     """So `test_two_workers` would notice. A draft model's workers would wait for each other's passes for ever."""
     config = {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1, "adaptive": True}
-    with engine(trained, config, tensor_parallel_size=2, distributed_executor_backend="mp") as e:
+    with engine(trained, config, **TWO) as e:
         e.llm.collective_rpc(record_drafts)
         e.llm.collective_rpc(measure_otherwise, args=(False,))
         tokens(e, FEW[:1], max_tokens=4)
@@ -134,6 +157,5 @@ def test_faults_of_all_workers_cost_no_text(start: Any, trained: Path, draft: Pa
     ]
     with engine(trained) as e:
         texts = tokens(e, PROMPTS_OF_FAULTS)
-    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with start(trained, config_of("mtp_suffix", draft, adaptive=True), **two) as e:
+    with start(trained, config_of("mtp_suffix", draft, adaptive=True), **TWO) as e:
         check_faults_of_all_workers(e, places, texts, max_tokens=MAX_TOKENS)

@@ -187,6 +187,21 @@ def test_seeded_text_of_target_match(proposer: str, trained: Path, draft: Path, 
         assert tokens(e, TWO, **SAMPLED) == plain["sampled"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("proposer", ["mtp_ngram", "suffix"])
+def test_several_seeded_completions_of_target_match(proposer: str, trained: Path, draft: Path) -> None:
+    """Each is that without speculation; vLLM numbers the seeds of a request's completions."""
+    several = SAMPLED | {"n": 3}
+    with engine(trained) as e:
+        expected = tokens(e, TWO, **several)
+    with engine(trained, speculative(proposer, draft, verify_strategy="target_match")) as e:
+        for _ in range(2):
+            assert tokens(e, TWO, **several) == expected
+        counts = e.counts()
+    assert 0 < counts.accepted < counts.drafted
+    assert len({tuple(token_ids) for token_ids in expected}) == several["n"] * len(TWO)
+
+
 @pytest.mark.parametrize("proposer", marked(["mtp_ngram", "suffix"], [], slow=["suffix"]))
 def test_policies(proposer: str, trained: Path, draft: Path, plain: dict[str, list[list[int]]]) -> None:
     accepted = {}
