@@ -44,7 +44,7 @@ class OwnEngines:
         def start_and_ask() -> Any:
             with start(self.model, config, **self.args) as e:
                 found = self.ask(e)
-                assert config is None or drafted(e, config) > 0
+                assert config is None or (drafted(e, config) > 0 and e.counts().accepted > 0)
                 return found
 
         return engine_outcome(start_and_ask)
