@@ -94,8 +94,10 @@ def verdict(name: str, folder: Path, *, on_v2: bool) -> str:
         config["model"] = str(folder / "draft")
     more, fixed = (drafter.on_v2, drafter.fixed_on_v2) if on_v2 else ({}, {})
     ask = partial(texts, target, drafter)
+    # They take turns, from row to row and from one model runner to the other.
+    strategy = STRATEGIES[(list(DRAFTERS).index(name) + on_v2) % len(STRATEGIES)]
     try:
-        appended, counts = ask(config | APPEND | more | fixed)
+        appended, counts = ask(config | APPEND | more | fixed | {"verify_strategy": strategy})
     except SpecPlusConfigError as error:
         if "a model with linear attention is not allowed on a CPU" not in str(error):
             raise
@@ -104,16 +106,23 @@ def verdict(name: str, folder: Path, *, on_v2: bool) -> str:
         return REFUSED if verified == plain else f"fails: {verified}, without speculation {plain}"
     except ValidationError as error:
         return REFUSED_BY_VLLM if words(error) == refusal(ask, config | STOCK_SLOTS) else f"fails: {error}"
-    for source in ("model", "ngram"):
-        assert sum(counts["drafted"][source]) > 0
+    check_drafts(counts)
     if drafter.differs_in_vllm:
         return as_stock(ask, config)
-    # Else it would show little.
-    assert sum(map(sum, counts["accepted"].values())) > 0
-    chosen, _ = ask(config | ADAPTIVE | more)
+    with pytest.MonkeyPatch.context() as patch:
+        let_drafts_pay(patch)
+        chosen, counts = ask(config | ADAPTIVE | more)
+    check_drafts(counts)
     plain, _ = ask(None)
     assert all(len(set(text)) > 1 for text in plain)
     return WORKS if appended == chosen == plain else f"fails: {appended}, {chosen}, without speculation {plain}"
+
+
+def check_drafts(counts: dict[str, Any]) -> None:
+    """Drafts of the model and of the history were verified, and some were accepted: else a text would show little."""
+    for source in ("model", "ngram"):
+        assert sum(counts["drafted"][source]) > 0
+    assert sum(map(sum, counts["accepted"].values())) > 0
 
 
 # Hybrids of drafters with checkpoints of their own: `method`, `verify_strategy`, `adaptive`.
@@ -126,7 +135,7 @@ OTHER_HYBRIDS = [
 def check_hybrid(
     method: str, strategy: str, adaptive: bool, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The greedy text is that without speculation, though drafts of the model and of the history were verified.
+    """The greedy text is that without speculation, and drafts were accepted.
 
     Args:
         method, strategy, adaptive: of `OTHER_HYBRIDS`.
@@ -142,11 +151,10 @@ def check_hybrid(
     config = APPEND | {"method": method, "model": str(drafter), "verify_strategy": strategy, "adaptive": adaptive}
     with engine(target, config) as e:
         assert e.tokens(FEW, max_tokens=24) == plain
-        accepted, drafted = check_sums(e), stats(e)["drafted"]
-    for source in ("model", "ngram"):
-        assert sum(drafted[source]) > 0
-    # The other drafters are random.
-    assert method != "eagle" or accepted["model"] > 0
+        accepted = check_sums(e)
+        check_drafts(stats(e))
+    # EAGLE 3's head is random and never right: its target accepts n-grams alone.
+    assert accepted["ngram" if method == "eagle3" else "model"] > 0
 
 
 Ask = Callable[..., tuple[list[list[int]], dict[str, Any]]]
