@@ -18,7 +18,6 @@ from tests.e2e.faults import let_drafts_pay
 from tests.e2e.references import check_sums, stats
 from vllm_specplus.config import SpecPlusConfigError
 from vllm_specplus.proposers.arbiter import Prices
-from vllm_specplus.proposers.costs import Pace
 from vllm_specplus.testing.tiny_model import make_random
 
 WORKS, AS_STOCK, REFUSED, REFUSED_BY_VLLM = "works", "as vLLM's `mtp`", "refused on a CPU", "refused by vLLM"
@@ -171,8 +170,7 @@ def as_stock(ask: Ask, config: dict[str, Any]) -> str:
     plain, _ = ask(None)
     assert stock != plain
     with pytest.MonkeyPatch.context() as patch:
-        let_drafts_pay(patch)
-        patch.setattr(Pace, "prices", lambda self, costs, num_reqs: Prices(0.0, 1.0, 0.0, 0.0))
+        let_drafts_pay(patch, Prices(0.0, 1.0, 0.0, 0.0))
         chosen, counts = ask(config | ADAPTIVE | STOCK_SLOTS | NO_NGRAMS, max_tokens=8)
     first, second = counts["drafted"]["model"]
     assert first == second > 0

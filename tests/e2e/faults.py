@@ -93,9 +93,12 @@ def reads_the_faulty(matcher: Any, history: History, *args: Any) -> bool:
     return any(np.array_equal(text, FAULTY) for text in texts)
 
 
-def let_drafts_pay(patch: pytest.MonkeyPatch) -> None:
+CHEAP = Prices(0.02, 1.0, 0.02, 0.02)
+
+
+def let_drafts_pay(patch: pytest.MonkeyPatch, prices: Prices = CHEAP) -> None:
     """On a busy machine the clock may say that no drafts pay, and the places under test are not reached."""
-    patch.setattr(Pace, "prices", lambda self, costs, num_reqs: Prices(0.02, 1.0, 0.02, 0.02))
+    patch.setattr(Pace, "prices", lambda self, costs, num_reqs: prices)
     patch.setattr(CostMeter, "has_steps", False)
 
 
