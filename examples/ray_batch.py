@@ -4,7 +4,8 @@
 
 Each line of PROMPTS is a JSON object: {"prompt": TEXT}, and "prediction": TEXT if much of the answer is known before.
 The folder RESULTS gets Parquet files of rows with "id", the line's number from 0, "prompt", "text" and "num_tokens".
-Started again with the same folder, the script answers only the lines whose ids are not in it.
+Started again with the same folder, the script answers only the lines whose ids are not in it. A line that the engine
+refuses, such as a prompt that is too long, costs the others nothing: the script tells of it and ends with status 1.
 """
 
 import argparse
@@ -19,15 +20,32 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
+from pydantic import BaseModel, ConfigDict, ValidationError
 from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
 HYBRID = {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
 SAMPLING = {"temperature": 0, "max_tokens": 256}
+# The columns of the results, by Ray Data's names.
+COLUMNS = {"id": "id", "prompt": "prompt", "text": "generated_text", "num_tokens": "num_generated_tokens"}
+# What Ray Data says of a row that its engine refused.
+ERROR = "__inference_error__"
+
+
+class Line(BaseModel):
+    """A line of the prompts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str
+    prediction: str | None = None
 
 
 def main() -> None:
     args = parse_args()
-    args.results.mkdir(parents=True, exist_ok=True)
+    try:
+        args.results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"{args.results} is not allowed: a folder ({error.strerror})")
     done = finished_ids(args.results)
     rows = read_rows(args.prompts, args.sampling_params)
     left = [row for row in rows if row["id"] not in done]
@@ -43,10 +61,17 @@ def main() -> None:
     dataset = ray.data.from_items(left, override_num_blocks=math.ceil(len(left) / args.batch_size))
     answers = processor(args)(dataset)
     for block in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
-        save(block.to_pylist(), done, args.results)
+        answered = []
+        for row in block.to_pylist():
+            if row[ERROR]:
+                print(f"row {row['id']}: {row[ERROR]}", file=sys.stderr, flush=True)
+            else:
+                # Beside a row that was refused, the others have its columns too.
+                answered.append({name: row[name] for name in COLUMNS})
+        save(answered, done, args.results)
         print(f"{len(done)} of {len(rows)} rows", flush=True)
     if len(done) < len(rows):
-        sys.exit(f"{len(rows) - len(done)} rows have no answer: start again")
+        sys.exit(f"{len(rows) - len(done)} rows have no answer: mend those that were refused, or start again")
 
 
 def parse_args() -> argparse.Namespace:
@@ -64,20 +89,41 @@ def parse_args() -> argparse.Namespace:
         ("ray", {}, 'arguments of ray.init, such as \'{"address": "auto"}\' for a running cluster'),
     ):
         text = f"{meaning} (default: {json.dumps(default)})"
-        parser.add_argument(f"--{option}", type=json.loads, default=default, metavar="JSON", help=text)
+        parser.add_argument(f"--{option}", type=json_object, default=default, metavar="JSON", help=text)
     return parser.parse_args()
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Read an option; argparse shows the message of the error."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a JSON object")
+    return value
+
+
 def read_rows(prompts: Path, sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
-    """Read the lines as rows of the dataset."""
-    rows = []
-    for number, line in enumerate(prompts.read_text().splitlines()):
-        fields = json.loads(line)
-        text = fields.get("prediction")
-        # Rows of a dataset have the same columns, so a row without a prediction says so.
-        extra = {"prediction": None if text is None else {"type": "content", "content": text}}
-        params = sampling_params | {"extra_args": sampling_params.get("extra_args", {}) | extra}
-        rows.append({"id": number, "prompt": fields["prompt"], "sampling_params": params})
+    """Read the lines as rows of the dataset; end the script at the first one that is none."""
+    rows: list[dict[str, Any]] = []
+    try:
+        with prompts.open(encoding="utf-8") as file:
+            for number, text in enumerate(file):
+                line = Line.model_validate_json(text)
+                prediction = None if line.prediction is None else {"type": "content", "content": line.prediction}
+                # Rows of a dataset have the same columns, so a row without a prediction says so.
+                extra = sampling_params.get("extra_args", {}) | {"prediction": prediction}
+                rows.append(
+                    {"id": number, "prompt": line.prompt, "sampling_params": sampling_params | {"extra_args": extra}}
+                )
+    except OSError as error:
+        sys.exit(f"{prompts} cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
+        sys.exit(f"{prompts} is not UTF-8: {error}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        sys.exit(": ".join([f"{prompts}, line {len(rows) + 1}", *map(str, first["loc"]), first["msg"]]))
     return rows
 
 
@@ -112,6 +158,8 @@ def processor(args: argparse.Namespace) -> Any:
         batch_size=args.batch_size,
         # vLLM's metrics for Ray need Ray Serve.
         log_engine_metrics=False,
+        # A prompt that is too long would end the script, and do so again whenever it is started.
+        should_continue_on_error=True,
         # The engine turns text into tokens and back.
         chat_template_stage=False,
         tokenize_stage=False,
@@ -119,17 +167,12 @@ def processor(args: argparse.Namespace) -> Any:
     )
     # What surrounds the engines is light, and they may hold every core. Without a limit each batch starts a process.
     light = {"num_cpus": 0, "compute": ray.data.TaskPoolStrategy(size=1)}
-    return build_processor(config, postprocess=answer, preprocess_map_kwargs=light, postprocess_map_kwargs=light)
+    return build_processor(config, postprocess=results_of, preprocess_map_kwargs=light, postprocess_map_kwargs=light)
 
 
-def answer(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns that the results have."""
-    return {
-        "id": row["id"],
-        "prompt": row["prompt"],
-        "text": row["generated_text"],
-        "num_tokens": row["num_generated_tokens"],
-    }
+def results_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that was answered."""
+    return {name: row[source] for name, source in COLUMNS.items()}
 
 
 if __name__ == "__main__":

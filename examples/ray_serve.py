@@ -9,10 +9,13 @@ application instead, so `prediction`, `aux_info` and `/specplus/stats` work as t
 import argparse
 import json
 import os
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import ray
+import vllm
 from ray import serve
 from ray.serve.llm import LLMConfig, LLMServer, build_llm_deployment
 
@@ -21,13 +24,24 @@ HYBRID = {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2, "m
 
 def main() -> None:
     args = parse_args()
+    # Ray waits for ever where the port is not free. A cluster that runs already may serve at it.
+    if "address" not in args.ray:
+        try:
+            socket.create_server((args.host, args.port)).close()
+        except (OSError, OverflowError) as error:
+            sys.exit(f"--host {args.host} --port {args.port} is not allowed: an address that is free ({error})")
     # Otherwise the engine of a killed replica would live on, with the memory that the next one needs.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
     ray.init(**args.ray)
     serve.start(http_options={"host": args.host, "port": args.port})
     # `serve.ingress` without an application asks LLMServer for its engine's.
     server = serve.ingress()(LLMServer)
-    serve.run(build_llm_deployment(config(args), deployment_cls=server), blocking=True)
+    try:
+        deployment = build_llm_deployment(config(args), deployment_cls=server)
+    except ModuleNotFoundError as error:
+        versions = f"Ray {ray.__version__} does not run beside vLLM {vllm.__version__}"
+        sys.exit(f"{versions}: {error}. Install 'vllm<0.33'")
+    serve.run(deployment, blocking=True)
 
 
 def parse_args() -> argparse.Namespace:
@@ -44,8 +58,19 @@ def parse_args() -> argparse.Namespace:
         ("ray", {}, 'arguments of ray.init, such as \'{"address": "auto"}\' for a running cluster'),
     ):
         text = f"{meaning} (default: {json.dumps(default)})"
-        parser.add_argument(f"--{option}", type=json.loads, default=default, metavar="JSON", help=text)
+        parser.add_argument(f"--{option}", type=json_object, default=default, metavar="JSON", help=text)
     return parser.parse_args()
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read an option; argparse shows the message of the error."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a JSON object")
+    return value
 
 
 def config(args: argparse.Namespace) -> LLMConfig:

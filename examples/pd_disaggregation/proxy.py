@@ -1,21 +1,29 @@
 """A proxy in front of a prefill server and a decode server, both started by `vllm serve`.
 
+    python examples/pd_disaggregation/proxy.py --prefill http://HOST:PORT --decode http://HOST:PORT
+
 A completion goes to the prefill server first, for one token. NixlConnector says in that answer where the KV cache lies;
 ExampleConnector finds it by the prompt. Then the completion goes to the decode server, as it came but for that place.
 The client gets that server's answer. An answer has one place, so requests with several prompts or choices go to the
 decode server alone. So do all other requests.
 """
 
+import argparse
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import socket
+import sys
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 import httpx
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+HEALTH = "/health"
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 METHODS = ("GET", "POST", "PUT", "DELETE")
 # They do not go with one token and no stream.
@@ -24,24 +32,81 @@ NOT_FOR_PREFILL = ("max_completion_tokens", "min_tokens", "stream_options")
 PLACE = "kv_transfer_params"
 # They belong to one connection, and the clients set them anew.
 OF_A_CONNECTION = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding")
+# What a web server logs of a client that has left.
+CLIENT_LEFT = 499
+# How long the proxy, once told to end, waits for answers that are on their way.
+STOP_SECONDS = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefill", required=True, metavar="URL")
+    parser.add_argument("--decode", required=True, metavar="URL")
+    parser.add_argument("--host", default="127.0.0.1", help="the proxy's (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        listener = socket.create_server((args.host, args.port))
+    except (OSError, OverflowError) as error:
+        sys.exit(f"--host {args.host} --port {args.port} is not allowed: an address that is free ({error})")
+    run(args.prefill, args.decode, listener)
+
+
+def run(prefill_address: str, decode_address: str, listener: socket.socket) -> None:
+    """Answer what comes to a socket until a signal ends the process."""
+    # A completion may take any time. A connection that is idle for 5 s is closed by the server, so the proxy is faster.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
+    ways = {"timeout": httpx.Timeout(None, connect=10), "limits": limits}
+
+    async def serve() -> None:
+        async with (
+            httpx.AsyncClient(base_url=prefill_address, **ways) as prefill,
+            httpx.AsyncClient(base_url=decode_address, **ways) as decode,
+        ):
+            app = create_app(prefill, decode)
+            config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=STOP_SECONDS)
+            await uvicorn.Server(config).serve([listener])
+
+    with listener:
+        asyncio.run(serve())
 
 
 def create_app(prefill: httpx.AsyncClient, decode: httpx.AsyncClient) -> Starlette:
     """The proxy as an ASGI app; the clients have the servers' addresses as their `base_url`."""
 
     async def handle(request: Request) -> Response:
-        body = await request.body()
+        return await _while_wanted(request, forward(request, await request.body()))
+
+    async def forward(request: Request, body: bytes) -> Response:
+        if request.url.path == HEALTH:
+            answer = await _prefill(prefill, "GET", request)
+            return await _decode(decode, request, body) if answer.is_success else _as_response(answer)
         fields = _completion(request.url.path, body)
-        if fields is not None:
-            answer = await _prefill(prefill, request, fields)
-            if not answer.is_success:
-                return Response(answer.content, answer.status_code, _passed_on(answer.headers))
-            place = answer.json().get(PLACE)
-            if place:
-                body = json.dumps(fields | {PLACE: place}).encode()
-        return await _decode(decode, request, body)
+        if fields is None:
+            return await _decode(decode, request, body)
+        answer = await _prefill(prefill, "POST", request, json.dumps(prefill_body(fields)))
+        if not answer.is_success:
+            return _as_response(answer)
+        place = answer.json().get(PLACE)
+        return await _decode(decode, request, json.dumps(fields | {PLACE: place}).encode() if place else body)
 
     return Starlette(routes=[Route("/{path:path}", handle, methods=list(METHODS))])
+
+
+async def _while_wanted(request: Request, answering: Coroutine[Any, Any, Response]) -> Response:
+    """The response, whose body may still come. If the client leaves before, both servers drop its request."""
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answer, leaving = asyncio.create_task(answering), asyncio.create_task(leave())
+    try:
+        await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else Response(status_code=CLIENT_LEFT)
+    finally:
+        answer.cancel()
+        leaving.cancel()
 
 
 def _completion(path: str, body: bytes) -> dict[str, Any] | None:
@@ -65,11 +130,13 @@ def prefill_body(fields: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"max_tokens": 1, "stream": False, PLACE: {"do_remote_decode": True}}
 
 
-async def _prefill(client: httpx.AsyncClient, request: Request, fields: Mapping[str, Any]) -> httpx.Response:
-    """Fill the KV cache of a request's prompt; the prefill server's answer."""
+async def _prefill(
+    client: httpx.AsyncClient, method: str, request: Request, content: str | None = None
+) -> httpx.Response:
+    """The prefill server's answer, whole."""
     headers = {**_passed_on(request.headers), "content-type": "application/json"}
     try:
-        return await client.post(request.url.path, content=json.dumps(prefill_body(fields)), headers=headers)
+        return await client.request(method, request.url.path, content=content, headers=headers)
     except httpx.HTTPError as error:
         return httpx.Response(502, json=_failure("prefill", error))
 
@@ -102,6 +169,10 @@ async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
         await answer.aclose()
 
 
+def _as_response(answer: httpx.Response) -> Response:
+    return Response(answer.content, answer.status_code, _passed_on(answer.headers))
+
+
 def _failure(server: str, error: httpx.HTTPError) -> dict[str, Any]:
     """An error in the form of OpenAI's API."""
     message = f"the {server} server failed: {type(error).__name__}: {error}"
@@ -110,3 +181,7 @@ def _failure(server: str, error: httpx.HTTPError) -> dict[str, Any]:
 
 def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in OF_A_CONNECTION}
+
+
+if __name__ == "__main__":
+    main()

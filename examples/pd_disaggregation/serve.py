@@ -8,7 +8,6 @@ docs/deployment.md says what each asks for.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import signal
@@ -19,18 +18,19 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Thread
 from typing import Any
 
-import httpx
-import uvicorn
-from proxy import create_app
+import proxy
 
 EXAMPLE, NIXL = "ExampleConnector", "NixlConnector"
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 # Where NIXL's agents find each other.
 NIXL_PORTS = {"prefill": "5600", "decode": "5601"}
 HOST = "127.0.0.1"
+# For a server to end by itself; what is left of it is killed then.
+STOP_SECONDS = 60
 
 
 def main() -> None:
@@ -43,6 +43,7 @@ def main() -> None:
         parser.add_argument(f"--{role}-port", type=int, default=port)
         parser.add_argument(
             f"--{role}-env",
+            type=_variable,
             action="append",
             default=[],
             metavar="NAME=VALUE",
@@ -51,18 +52,39 @@ def main() -> None:
     args, options = parser.parse_known_args()
 
     # The servers are stopped on the way out.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory() as folder:
-        shared = args.shared_folder or folder
-        with (
-            _server("prefill", args, shared, options) as prefill,
-            _server("decode", args, shared, options) as decode,
-        ):
-            for process, port in ((prefill, args.prefill_port), (decode, args.decode_port)):
-                _wait_until_healthy(process, port)
-            with socket.create_server((HOST, args.port)) as listener:
-                print(f"proxy: http://{HOST}:{args.port}", flush=True)
-                asyncio.run(_run_proxy(args.prefill_port, args.decode_port, listener))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda caught, _: sys.exit(128 + caught))
+    with ExitStack() as running:
+        listener = running.enter_context(_listener(args))
+        shared = args.shared_folder or running.enter_context(tempfile.TemporaryDirectory())
+        servers = {role: running.enter_context(_server(role, args, shared, options)) for role in ROLES}
+        for role, server in servers.items():
+            _wait_until_healthy(role, server, vars(args)[f"{role}_port"])
+            Thread(target=_tell_the_end, args=(role, server), daemon=True).start()
+        print(f"proxy: http://{HOST}:{args.port}", flush=True)
+        proxy.run(f"http://{HOST}:{args.prefill_port}", f"http://{HOST}:{args.decode_port}", listener)
+
+
+def _variable(entry: str) -> tuple[str, str]:
+    name, separator, value = entry.partition("=")
+    if not name or not separator:
+        raise argparse.ArgumentTypeError(f"{entry!r} is not allowed: NAME=VALUE")
+    return name, value
+
+
+def _listener(args: argparse.Namespace) -> socket.socket:
+    """The proxy's socket. All three ports have to be free: an older server would answer in place of the new one."""
+    with ExitStack() as tried:
+        for option in ("prefill_port", "decode_port", "port"):
+            port = vars(args)[option]
+            try:
+                listener = socket.create_server((HOST, port))
+            except (OSError, OverflowError) as error:
+                name = option.replace("_", "-")
+                sys.exit(f"--{name} {port} is not allowed: a free port, and another for each ({error})")
+            if option != "port":
+                tried.enter_context(listener)
+    return listener
 
 
 def _transfer(connector: str, role: str, shared: str) -> dict[str, Any]:
@@ -78,48 +100,42 @@ def _server(
     role: str, args: argparse.Namespace, shared: str, options: Sequence[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a server, and stop it at the end."""
-    port, environment = str(vars(args)[f"{role}_port"]), vars(args)[f"{role}_env"]
+    port = str(vars(args)[f"{role}_port"])
     command = ["vllm", "serve", args.model, "--host", HOST, "--port", port]
     command += ["--kv-transfer-config", json.dumps(_transfer(args.connector, role, shared))]
     if args.connector == EXAMPLE:
         # It hands over whole prompts alone, so none is computed in parts or taken from a cache.
         command += ["--block-size", "32", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
     command += options
-    variables = dict(entry.split("=", 1) for entry in environment)
-    defaults = {"VLLM_PLUGINS": "specplus", "VLLM_NIXL_SIDE_CHANNEL_PORT": NIXL_PORTS[role]}
-    environ = {**defaults, **os.environ, **variables}
-    process = subprocess.Popen(command, env=environ, start_new_session=True)
-    print(f"{role} server: process {process.pid}, http://{HOST}:{port}", flush=True)
+    environ = {"VLLM_PLUGINS": "specplus", **os.environ, "VLLM_NIXL_SIDE_CHANNEL_PORT": NIXL_PORTS[role]}
+    environ |= dict(vars(args)[f"{role}_env"])
+    server = subprocess.Popen(command, env=environ, start_new_session=True)
+    print(f"{role} server: process {server.pid}, http://{HOST}:{port}", flush=True)
     try:
-        yield process
+        yield server
     finally:
-        process.terminate()
-        process.wait()
-        # A server that was killed leaves its engine behind.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        server.terminate()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(STOP_SECONDS)
+        finally:
+            # A server that was killed leaves its engine behind.
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], port: int) -> None:
-    while process.poll() is None:
+def _wait_until_healthy(role: str, server: subprocess.Popen[bytes], port: int) -> None:
+    while server.poll() is None:
         try:
             urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=10).close()
             return
         except OSError:
             time.sleep(0.5)
-    sys.exit(f"the server at port {port} ended with {process.returncode}")
+    sys.exit(f"the {role} server ended with {server.returncode}")
 
 
-async def _run_proxy(prefill_port: int, decode_port: int, listener: socket.socket) -> None:
-    # A completion may take any time. A connection that is idle for 5 s is closed by the server, so the proxy is faster.
-    limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
-    ways = {"timeout": httpx.Timeout(None, connect=10), "limits": limits}
-    async with (
-        httpx.AsyncClient(base_url=f"http://{HOST}:{prefill_port}", **ways) as prefill,
-        httpx.AsyncClient(base_url=f"http://{HOST}:{decode_port}", **ways) as decode,
-    ):
-        config = uvicorn.Config(create_app(prefill, decode), log_level="warning")
-        await uvicorn.Server(config).serve([listener])
+def _tell_the_end(role: str, server: subprocess.Popen[bytes]) -> None:
+    print(f"the {role} server ended with {server.wait()}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,14 @@ from tests.e2e.serving import Server, free_port
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pd_disaggregation" / "serve.py"
 BLOCK_SIZE = 32
-# Tokens are bytes. The connector hands over whole blocks of a prompt, and dies of a prompt shorter than one.
+# Tokens are bytes. The connector hands over whole blocks of a prompt.
 PROMPTS = [f"def add(a, b):\n    return a + b\n\n# {'=' * k}\ndef sub(a, b):\n    return a" for k in range(0, 60, 12)]
 NUM_TOKENS = 48
 if envs.VLLM_USE_V2_MODEL_RUNNER:
     # A step takes a tenth of a second or more under the interpreter.
     PROMPTS, NUM_TOKENS = PROMPTS[::2], 20
+# It has no whole block.
+PROMPTS.append("def add(")
 MAX_MODEL_LEN = 4096
 # More than a busy machine takes.
 START_SECONDS = 480
@@ -45,6 +47,7 @@ class Pd:
     proxy: Server
     prefill: Server
     decode: Server
+    prefill_pid: int
     decode_pid: int
 
     def complete(self, prompt: str, **fields: Any) -> Any:
@@ -62,7 +65,9 @@ class Results:
 
 
 @contextmanager
-def started(model: Path, config: dict[str, Any], folder: Path, *options: str) -> Iterator[Pd]:
+def started(
+    model: Path, config: dict[str, Any], folder: Path, *options: str, ended_by: signal.Signals = signal.SIGTERM
+) -> Iterator[Pd]:
     ports = [free_port() for _ in range(3)]
     cores = sorted(os.sched_getaffinity(0))
     command = [sys.executable, SCRIPT, model, "--port", str(ports[0])]
@@ -88,14 +93,13 @@ def started(model: Path, config: dict[str, Any], folder: Path, *options: str) ->
             assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.5)
-        pid = re.search(r"^decode server: process (\d+)", log.read_text(), re.MULTILINE)
-        assert pid is not None
-        yield Pd(*(Server(f"http://127.0.0.1:{port}", log, process.pid) for port in ports), int(pid[1]))
+        pids = [int(pid) for pid in re.findall(r"^\w+ server: process (\d+)", log.read_text(), re.MULTILINE)]
+        yield Pd(*(Server(f"http://127.0.0.1:{port}", log, process.pid) for port in ports), *pids)
     except BaseException:
         print(log.read_text()[-8000:])
         raise
     finally:
-        process.terminate()
+        process.send_signal(ended_by)
         process.wait(END_SECONDS)
 
 
@@ -178,12 +182,14 @@ def check_hybrid(
 ) -> None:
     """All that the proxy and its servers promise."""
     expected = one_engine(model, config)
-    with started(model, config, folder, *options) as pd:
+    # As where a terminal is closed.
+    with started(model, config, folder, *options, ended_by=signal.SIGHUP) as pd:
         check_results(pd, expected, handed_over)
         text = expected.answers[0][0]
         check_chat(pd)
         check_fields(pd, text)
         check_death(pd, text)
+    check_nothing_is_left(pd.prefill_pid)
     check_nothing_is_left(pd.decode_pid)
 
 
@@ -244,10 +250,11 @@ def check_death(pd: Pd, text: str) -> None:
     with pytest.raises(openai.APIStatusError, match="the decode server failed") as refused:
         pd.complete(PROMPTS[0])
     assert refused.value.status_code == 502
+    assert f"the decode server ended with {-signal.SIGKILL}" in pd.proxy.log()
 
 
 def check_nothing_is_left(group: int) -> None:
-    """The processes of the killed server are gone once the system has noticed it."""
+    """The processes of a server are gone once the system has noticed it."""
     deadline = time.monotonic() + END_SECONDS
     while living := alive(of_group(group)):
         assert time.monotonic() < deadline, living

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import httpx
 import openai
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "pd_disaggregation"))
-from proxy import PLACE, create_app, prefill_body
+FOLDER = Path(__file__).parents[2] / "examples" / "pd_disaggregation"
+sys.path.append(str(FOLDER))
+from proxy import PLACE, create_app, prefill_body  # noqa: E402
 
-Respond = Callable[[httpx.Request], httpx.Response]
+Respond = Callable[[httpx.Request], httpx.Response | Awaitable[httpx.Response]]
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 EVENT = b'data: {"id":"1","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":"a"}]}\n\n'
 REFUSAL = {
@@ -41,9 +44,10 @@ class Pd:
         self.app = create_app(self._client(self.at_prefill, prefill), self._client(self.at_decode, decode))
 
     def _client(self, kept: list[httpx.Request], respond: Respond | None) -> httpx.AsyncClient:
-        def handle(request: httpx.Request) -> httpx.Response:
+        async def handle(request: httpx.Request) -> httpx.Response:
             kept.append(request)
-            return httpx.Response(200, json={"ok": True}) if respond is None else respond(request)
+            answer = httpx.Response(200, json={"ok": True}) if respond is None else respond(request)
+            return answer if isinstance(answer, httpx.Response) else await answer
 
         return httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(handle))
 
@@ -187,3 +191,81 @@ def test_a_decode_server_that_dies_in_a_stream(parts: list[bytes]) -> None:
     assert texts == ["a"] * 2
     assert isinstance(error, openai.APIError)
     assert "the decode server failed: ReadError: gone" in str(error)
+
+
+@pytest.mark.parametrize("server", ["prefill", "decode"])
+def test_a_client_that_leaves(server: str) -> None:
+    """The server's request is dropped, so it makes no more tokens."""
+    asked, dropped = asyncio.Event(), []
+
+    async def never(request: httpx.Request) -> httpx.Response:
+        asked.set()
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            dropped.append(server)
+
+    body = iter([{"type": "http.request", "body": json.dumps(ALL_FIELDS).encode()}])
+
+    async def receive() -> dict[str, Any]:
+        for message in body:
+            return message
+        await asked.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        pass
+
+    async def leave() -> None:
+        scope = {"type": "http", "method": "POST", "path": TEXT, "query_string": b"", "headers": []}
+        await Pd(**{server: never}).app(scope, receive, send)
+
+    asyncio.run(asyncio.wait_for(leave(), 60))
+    assert dropped == [server]
+
+
+@pytest.mark.parametrize("server", ["prefill", "decode"])
+def test_health_is_that_of_both(server: str) -> None:
+    assert Pd().ask("GET", "/health").status_code == 200
+    assert Pd(**{server: lambda request: httpx.Response(503)}).ask("GET", "/health").status_code == 503
+    assert Pd(**{server: fails}).ask("GET", "/health").status_code == 502
+
+
+def script(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, FOLDER / name, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield str(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("option", ["--port", "--prefill-port", "--decode-port"])
+def test_a_port_in_use(option: str, taken: str) -> None:
+    """An older server would answer in place of the new one."""
+    got = script("serve.py", "no-model", option, taken)
+    assert (got.returncode, got.stdout) == (1, "")
+    (line,) = got.stderr.splitlines()
+    assert line.startswith(f"{option} {taken} is not allowed: a free port, and another for each (")
+
+
+def test_two_equal_ports() -> None:
+    got = script("serve.py", "no-model", "--prefill-port", "8131", "--decode-port", "8131")
+    assert (got.returncode, got.stdout) == (1, "")
+    assert got.stderr.startswith("--decode-port 8131 is not allowed")
+
+
+@pytest.mark.parametrize("entry", ["FOO", "=1"])
+def test_an_environment_without_a_name_or_value(entry: str) -> None:
+    got = script("serve.py", "no-model", "--prefill-env", entry)
+    assert got.returncode == 2
+    assert got.stderr.splitlines()[-1].endswith(f"argument --prefill-env: '{entry}' is not allowed: NAME=VALUE")
+
+
+def test_the_proxy_alone(taken: str) -> None:
+    """For servers on two machines."""
+    got = script("proxy.py", "--prefill", "http://a:1", "--decode", "http://b:1", "--port", taken)
+    assert (got.returncode, got.stdout) == (1, "")
+    assert got.stderr.startswith(f"--host 127.0.0.1 --port {taken} is not allowed")

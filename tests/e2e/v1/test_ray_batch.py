@@ -139,10 +139,14 @@ def test_all_rows_are_answered(trained: Path, tmp_path: Path) -> None:
     texts = plain_texts(trained, ROWS[:8], num_tokens)
     rows = [row | ({"prediction": text} if "prediction" in row else {}) for row, text in zip(ROWS, texts, strict=False)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    too_long = json.dumps({"prompt": "a" * ENGINE["max_model_len"]}) + "\n"
+    with prompts.open("a") as file:
+        file.write(too_long)
     options = ("--speculative-config", json.dumps(NAIVE))
     with started(trained, prompts, results, tmp_path / "log", *options, num_tokens=num_tokens, num_workers=1) as run:
-        assert run.process.wait(SECONDS) == 0, run.log()[-4000:]
-    assert "8 of 8 rows" in run.log()
+        assert run.process.wait(SECONDS) == 1, run.log()[-4000:]
+    assert re.search(r"^row 8: \w+: .*512", run.log(), re.MULTILINE), run.log()[-4000:]
+    assert "1 rows have no answer: mend those that were refused, or start again\n" in run.log()
     drafted, accepted = logged_drafts(run.log())
     # More than one row has of them.
     assert num_tokens < accepted <= drafted
@@ -201,3 +205,42 @@ def test_rows_have_the_same_columns(tmp_path: Path) -> None:
     assert [each["max_tokens"] for each in params] == [2, 2]
     assert params[0]["extra_args"] == {"spec_tokens": 3, "prediction": {"type": "content", "content": "b"}}
     assert params[1]["extra_args"] == {"spec_tokens": 3, "prediction": None}
+
+
+def script(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, EXAMPLES / "ray_batch.py", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (b'{"prompt": 5}', "prompt: Input should be a valid string"),
+        (b'{"prompt": "a", "prediction": [1]}', "prediction: Input should be a valid string"),
+        (b'{"prompt": "a", "predicton": "b"}', "predicton: Extra inputs are not permitted"),
+        (b"{}", "prompt: Field required"),
+        (b"", "Invalid JSON: EOF"),
+        (b"[]", "Input should be an object"),
+        (b'{"prompt": "\xff"}', "is not UTF-8"),
+    ],
+)
+def test_a_line_that_is_no_row(second: bytes, message: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    # A separator that JSON may hold and that ends no line.
+    prompts.write_bytes('{"prompt": "a\u2028b"}\n'.encode() + second + b'\n{"prompt": "c"}\n')
+    with pytest.raises(SystemExit) as ended:
+        ray_batch.read_rows(prompts, {})
+    where = str(prompts) if "UTF-8" in message else f"{prompts}, line 2:"
+    assert str(ended.value).startswith(f"{where} {message}")
+
+
+def test_no_prompts_no_folder_and_no_json(tmp_path: Path) -> None:
+    missing, file = tmp_path / "missing", tmp_path / "file"
+    file.touch()
+    got = script("model", str(missing), str(tmp_path / "results"))
+    assert (got.returncode, got.stderr) == (1, f"{missing} cannot be read: No such file or directory\n")
+    got = script("model", str(file), str(file))
+    assert (got.returncode, got.stderr) == (1, f"{file} is not allowed: a folder (File exists)\n")
+    got = script("model", str(file), str(tmp_path), "--ray", "auto")
+    assert got.returncode == 2
+    assert got.stderr.splitlines()[-1].endswith("argument --ray: 'auto' is not allowed: a JSON object")

@@ -1,6 +1,7 @@
 """examples/ray_serve.py: what a request asks of the plugin works behind Ray Serve's address as it does with vLLM's."""
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -116,3 +117,12 @@ def test_bad_input(served: Server, field: str, value: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         complete(served, extra_body={field: value})
     assert field in refused.value.param
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        command = [sys.executable, SCRIPT, tmp_path, "--port", str(port)]
+        got = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert got.returncode == 1
+    assert got.stderr.splitlines()[-1].startswith(f"--host 127.0.0.1 --port {port} is not allowed: an address that is")
