@@ -149,12 +149,16 @@ def quantise(source: Path, folder: Path, layout: str) -> Path:
     return folder
 
 
-# Drafts that vLLM's CPU build loads: the method, and the kind of drafter.
-_LOADED = [*((method, "draft_model") for method in (*LAYOUTS, "fp8_per_channel")), ("fp8_per_channel", "eagle")]
+# Drafts that vLLM's CPU build loads: the method, and the kind of drafter. It makes no quantised layers of an EAGLE head
+# for `inc`.
+_LOADED = [
+    (method, drafter)
+    for drafter in ("draft_model", "eagle")
+    for method in (*LAYOUTS, "fp8_per_channel")
+    if (method, drafter) != ("inc", "eagle")
+]
 # The first alone runs in CI: the plugin does not look into a draft model.
 CASES = [pytest.param(*kind, marks=[pytest.mark.slow] if at else []) for at, kind in enumerate(_LOADED)]
-# vLLM makes no quantised layers of an EAGLE head for `inc`.
-EAGLE_CASES = [pytest.param(method, "eagle", marks=pytest.mark.slow) for method in LAYOUTS if method != "inc"]
 # vLLM takes none of these methods in float32.
 HALF = {"dtype": "bfloat16"}
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from tests.e2e.data_parallel import check_two_engines, check_two_servers, plain_texts
 from tests.e2e.engines import speculative
+from tests.e2e.parallel_servers import check_two_engines, check_two_servers, plain_texts
 
 CONFIG = {"method": "mtp", "num_speculative_tokens": 8, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import PROMPTS, engine
+from tests.e2e.engines import PROMPTS, engine, speculative
 from tests.e2e.parallel import (
     COMMON_PLACES,
     PROMPTS_OF_FAULTS,
@@ -17,6 +17,7 @@ from tests.e2e.parallel import (
     of_workers,
     record_drafts,
 )
+from tests.e2e.parallel_servers import check_two_workers, plain_texts
 from tests.e2e.references import ask, asking, config_of
 from vllm_specplus.runners.v1 import requests as v1_requests
 
@@ -91,3 +92,9 @@ def test_faults_of_all_workers_cost_no_text(trained: Path, draft: Path) -> None:
         check_faults_of_all_workers(e, places, texts, max_tokens=48)
         (first, _) = e.llm.collective_rpc("specplus_stats")
         assert sum(first["accepted"]["suffix"]) > 0
+
+
+@pytest.mark.slow
+def test_a_server(trained: Path, draft: Path, tmp_path: Path) -> None:
+    config = speculative("mtp_ngram", draft, num_speculative_tokens=8, verify_strategy="target_match")
+    check_two_workers(trained, config, plain_texts(trained), tmp_path)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.drafters import APPEND
 from tests.e2e.engines import PROMPTS, engine
-from tests.e2e.quantised import CASES, EAGLE_CASES, HALF, check, config_of, is_quantised
+from tests.e2e.quantised import CASES, HALF, check, config_of, is_quantised
 
 MAX_TOKENS = 24
 
@@ -17,7 +17,7 @@ def plain(tiny: Path) -> list[list[int]]:
         return e.tokens(PROMPTS[:4], max_tokens=MAX_TOKENS)
 
 
-@pytest.mark.parametrize(("method", "drafter"), [*CASES, *EAGLE_CASES])
+@pytest.mark.parametrize(("method", "drafter"), CASES)
 def test_greedy_text(
     method: str, drafter: str, tiny: Path, draft: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:

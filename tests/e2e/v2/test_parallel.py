@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import engine
+from tests.e2e.engines import engine, speculative
 from tests.e2e.parallel import (
     COMMON_PLACES,
     PROMPTS_OF_FAULTS,
@@ -22,6 +22,7 @@ from tests.e2e.parallel import (
     record_drafts,
     record_inputs,
 )
+from tests.e2e.parallel_servers import check_two_workers, plain_texts
 from tests.e2e.references import ask, asking, check_sums, config_of
 from tests.e2e.v2.engines import FEW, MAX_TOKENS, async_engine, tokens
 from vllm_specplus.proposers.costs import StepTimes
@@ -159,3 +160,9 @@ def test_faults_of_all_workers_cost_no_text(start: Any, trained: Path, draft: Pa
         texts = tokens(e, PROMPTS_OF_FAULTS)
     with start(trained, config_of("mtp_suffix", draft, adaptive=True), **TWO) as e:
         check_faults_of_all_workers(e, places, texts, max_tokens=MAX_TOKENS)
+
+
+@pytest.mark.slow
+def test_a_server(trained: Path, draft: Path, tmp_path: Path) -> None:
+    config = speculative("mtp_ngram", draft, num_speculative_tokens=8, verify_strategy="target_match")
+    check_two_workers(trained, config, plain_texts(trained), tmp_path)

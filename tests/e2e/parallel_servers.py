@@ -1,4 +1,4 @@
-"""Data parallelism: checks of servers whose engines share the requests among them."""
+"""Checks of servers of two engines that share the requests among them, and of an engine of two workers."""
 
 import asyncio
 import json
@@ -21,6 +21,7 @@ NUM_TOKENS = 60
 if envs.VLLM_USE_V2_MODEL_RUNNER:
     # A step takes a tenth of a second or more under the interpreter.
     PROMPTS, NUM_TOKENS = PROMPTS[:3], 24
+# Each engine or worker gets one.
 CORES = sorted(os.sched_getaffinity(0))
 REQUEST: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS}
 
@@ -38,14 +39,18 @@ def check_two_engines(model: Path, config: dict[str, Any], texts: list[str], fol
     environment = {"VLLM_PLUGINS": "specplus", "VLLM_CPU_SIM_MULTI_NUMA": "1"}
     parallel = ("--data-parallel-size", "2", "--speculative-config", json.dumps(config), *options)
     with serve(model, folder, *parallel, **environment) as server:
-        accepted = _check_answers(asyncio.run(_predict(server.address, texts)), texts)
-        drafted = _drafted_by_source(server)
-        assert drafted.pop("reference") >= accepted
-        # The requests without a prediction; an adaptive config may draft nothing for them.
-        assert resolve(config).options.adaptive or sum(drafted.values()) > 0
+        _check_server(server, config, texts)
         requests = _requests_by_engine(server)
         assert len(requests) == 2
         assert min(requests) > 0
+
+
+def check_two_workers(model: Path, config: dict[str, Any], texts: list[str], folder: Path) -> None:
+    """A server of two tensor-parallel workers answers as one process does, and counts what vLLM counts."""
+    environment = {"VLLM_PLUGINS": "specplus", "VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}"}
+    options = ("--tensor-parallel-size", "2", "--speculative-config", json.dumps(config))
+    with serve(model, folder, *options, **environment) as server:
+        _check_server(server, config, texts)
 
 
 def check_two_servers(model: Path, config: dict[str, Any], texts: list[str], folder: Path) -> None:
@@ -60,6 +65,14 @@ def check_two_servers(model: Path, config: dict[str, Any], texts: list[str], fol
             servers.append(running.enter_context(serve(model, own, *options, **environment)))
         accepted = _check_answers(asyncio.run(_predict_balanced(servers, texts)), texts)
         assert sum(_drafted_by_source(server)["reference"] for server in servers) >= accepted
+
+
+def _check_server(server: Server, config: dict[str, Any], texts: list[str]) -> None:
+    accepted = _check_answers(asyncio.run(_predict(server.address, texts)), texts)
+    drafted = _drafted_by_source(server)
+    assert drafted.pop("reference") >= accepted
+    # The requests without a prediction; an adaptive config may draft nothing for them.
+    assert resolve(config).options.adaptive or sum(drafted.values()) > 0
 
 
 def _check_answers(found: list[Any], texts: list[str]) -> int:
