@@ -26,13 +26,13 @@ def tokens(e: Engine, prompts: list[list[int]] = FEW, **sampling: Any) -> list[l
     return e.tokens(prompts, **{"max_tokens": MAX_TOKENS} | sampling)
 
 
-def v1_tokens(model: Path, config: dict[str, Any] | None) -> list[list[int]]:
+def v1_tokens(model: Path, config: dict[str, Any] | None, **args: Any) -> list[list[int]]:
     """The texts of `FEW` from an engine on the V1 model runner, in a process of its own."""
     env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "0"}
     del env["TRITON_INTERPRET"]
     folders = [f for f in env["PYTHONPATH"].split(os.pathsep) if not f.endswith("triton_cpu")]
     env["PYTHONPATH"] = os.pathsep.join(folders)
-    command = [sys.executable, "-m", "tests.e2e.v2.engines", json.dumps([str(model), config])]
+    command = [sys.executable, "-m", "tests.e2e.v2.engines", json.dumps([str(model), config, args])]
     done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -67,8 +67,8 @@ def async_engine(
 def main() -> None:
     import tests.conftest  # noqa: F401  # vLLM's engine in this process
 
-    model, config = json.loads(sys.argv[1])
-    with engine(Path(model), config) as e:
+    model, config, args = json.loads(sys.argv[1])
+    with engine(Path(model), config, **args) as e:
         print(json.dumps(tokens(e)))
 
 

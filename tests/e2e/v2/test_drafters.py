@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, cells, check_hybrid, verdict
-from tests.e2e.engines import marked
+from tests.e2e.engines import engine, marked
+from tests.e2e.v2.engines import tokens, v1_tokens
 
 pytestmark = pytest.mark.interpreter
 
@@ -16,6 +17,15 @@ FAST = {"Medusa", "MiMo MTP of two layers"}
 @pytest.mark.parametrize("name", marked(DRAFTERS, (), slow=DRAFTERS.keys() - FAST))
 def test_drafter(name: str, tmp_path: Path) -> None:
     assert verdict(name, tmp_path / "model", on_v2=True) == cells("V2")[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if not DRAFTERS[name].differs_in_vllm])
+def test_the_target_says_the_same_on_both_runners(name: str, tmp_path: Path) -> None:
+    """Without speculation; on each runner the hybrids say what their target does."""
+    model, args = DRAFTERS[name].make(tmp_path / "model"), DRAFTERS[name].engine
+    with engine(model, **args) as e:
+        assert tokens(e) == v1_tokens(model, None, **args)
 
 
 @pytest.mark.slow
