@@ -74,7 +74,18 @@ _INT4 = {"num_bits": _BITS, "type": "int", "symmetric": True}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _QUARK_INT8 = {"dtype": "int8", "qscheme": "per_channel", "symmetric": True}
 LAYOUTS: dict[str, Layout] = {
-    "gptq": ({"quant_method": "gptq", "bits": _BITS, "group_size": _GROUP, "desc_act": False, "sym": True}, _gptq),
+    "gptq": (
+        {
+            "quant_method": "gptq",
+            "bits": _BITS,
+            "group_size": _GROUP,
+            "desc_act": False,
+            "sym": True,
+            # Otherwise vLLM takes the names from the file, and there an EAGLE head's layers have other numbers.
+            "modules_in_block_to_quantize": [["_proj", "fc"]],
+        },
+        _gptq,
+    ),
     "inc": (
         {
             "quant_method": "inc",

@@ -10,8 +10,6 @@ from tests.e2e.quantised import CASES, HALF, check, config_of
 pytestmark = pytest.mark.interpreter
 
 MAX_TOKENS = 12
-# vLLM's own `eagle` finds no quantised layers for it on this runner.
-NOT_LOADED = ("gptq", "eagle")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +18,7 @@ def plain(tiny: Path) -> list[list[int]]:
         return e.tokens(PROMPTS[:4], max_tokens=MAX_TOKENS)
 
 
-@pytest.mark.parametrize(("method", "drafter"), [case for case in CASES if case.values != NOT_LOADED])
+@pytest.mark.parametrize(("method", "drafter"), CASES)
 def test_greedy_text(
     method: str, drafter: str, tiny: Path, draft: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
