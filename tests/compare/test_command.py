@@ -112,7 +112,7 @@ def test_texts_are_not_compared_where_they_are_sampled(model: Path) -> None:
     assert results(model)["differences"] == []
 
 
-CASES = ("no such model", "empty", "not UTF-8", "not JSON", "not writable", "equal", "engine args")
+CASES = ("no such model", "empty", "not UTF-8", "not JSON", "long number", "not writable", "equal", "engine args")
 
 
 def bad_inputs(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
@@ -120,12 +120,14 @@ def bad_inputs(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
     (folder / "empty.txt").touch()
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "bad.jsonl").write_text('{"prompt": "x"}\nnonsense\n')
+    (folder / "long.jsonl").write_text(f'{{"prompt": {"9" * 5000}}}\n')
     (folder / "file").touch()
     return {
         "no such model": (("--model", "/nothing/here"), "the model does not exist"),
         "empty": (("--prompts", str(folder / "empty.txt")), "is empty"),
         "not UTF-8": (("--prompts", str(folder / "latin.txt")), "is not UTF-8"),
         "not JSON": (("--prompts", str(folder / "bad.jsonl")), "line 2 is not JSON"),
+        "long number": (("--prompts", str(folder / "long.jsonl")), "line 1 is not a prompt"),
         "not writable": (("--out", str(folder / "file" / "out")), "cannot write to"),
         "equal": (("--config", config(2)), "are equal"),
         "engine args": (("--engine-args", "--nonsense"), "--engine-args: unrecognized arguments"),
@@ -148,6 +150,35 @@ def test_bad_input_is_one_line_and_leaves_nothing(case: str, model: Path, capsys
 
 def test_a_refusal_leaves_earlier_results_alone(model: Path) -> None:
     assert compare(model, config(2), options=("--repeat", "1")) == 0
-    kept = (model.parent / "out" / "results.json").read_text()
+    out = model.parent / "out"
+    (out / "logs" / "mine.txt").write_text("of the user")
+    kept = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".log"}
     assert compare(model, config(2), options=("--engine-args", "--nonsense")) == 2
-    assert (model.parent / "out" / "results.json").read_text() == kept
+    assert {path: path.read_bytes() for path in kept if path.exists()} == kept
+
+
+def test_a_refusal_takes_its_own_logs_away(model: Path) -> None:
+    logs = model.parent / "out" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "mine.txt").touch()
+    assert compare(model, config(2), options=("--engine-args", "--nonsense")) == 2
+    assert [path.name for path in logs.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--repeat", "0"), "argument --repeat: '0' is not a whole number above 0"),
+        (("--max-tokens", "many"), "argument --max-tokens: 'many' is not a whole number above 0"),
+        (("--concurrency", "1,,2"), "argument --concurrency: '' is not a whole number above 0"),
+        (("--temperature", "nan"), "argument --temperature: 'nan' is not a number from 0"),
+        (("--engine-args", "'"), 'argument --engine-args: "\'" is not a command line: No closing quotation'),
+    ],
+)
+def test_options_that_are_none(
+    options: tuple[str, ...], said: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        compare(model, config(2), options=options)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said)

@@ -237,7 +237,9 @@ def test_ctrl_c_keeps_what_was_measured(server: Served, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--serve", "localhost:8000"), "--serve localhost:8000 is not allowed: a URL such as http://localhost:8000"),
+        (("--serve", "localhost:8000"), "--serve: 'localhost:8000' is no URL such as http://localhost:8000"),
+        (("--serve", "http://a:b"), "--serve: 'http://a:b' is no URL such as http://localhost:8000"),
+        (("--serve", "http://a", "--api-key", "ä"), "--serve: the API key has characters that no HTTP header may have"),
         (("--serve", "http://a", "--serve", "http://a/"), "--serve names the same server twice"),
         (("--serve", "http://a", "--config", "{}"), "--config is not allowed with --serve"),
         (("--serve", "http://a", "--one-at-a-time"), "--one-at-a-time is not allowed with --serve"),

@@ -47,7 +47,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--repeat", type=_positive, default=5, metavar="R", help="runs of each configuration; default 5"
     )
-    command.add_argument(_ENGINE_ARGS, type=shlex.split, default=[], metavar="'...'", help="options of `vllm serve`")
+    command.add_argument(_ENGINE_ARGS, type=_words, default=[], metavar="'...'", help="options of `vllm serve`")
     command.add_argument(
         "--one-at-a-time", action="store_true", help="start engines anew for each run: the model fits into memory once"
     )
@@ -63,9 +63,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return number
 
 
@@ -74,7 +77,17 @@ def _levels(text: str) -> list[int]:
 
 
 def _temperature(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
     if not 0 <= number < float("inf"):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
     return number
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a command line: {problem}") from None

@@ -76,8 +76,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 @contextmanager
 def _folder(out: Path) -> Iterator[Path]:
     """Make the output's folder and that of the logs in it; if the command is refused, take away what was made."""
-    made = next((path for path in reversed((out, *out.parents)) if not path.exists()), None)
     logs = out / "logs"
+    made = next((path for path in reversed((logs, *logs.parents)) if not path.exists()), None)
+    earlier = set(logs.iterdir()) if logs.is_dir() else set()
     try:
         logs.mkdir(parents=True, exist_ok=True)
         probe = out / ".results.json.part"
@@ -90,7 +91,11 @@ def _folder(out: Path) -> Iterator[Path]:
     try:
         yield logs
     except RefusedError:
-        shutil.rmtree(logs if made is None else made)
+        if made is not None:
+            shutil.rmtree(made)
+        else:
+            for log in set(logs.iterdir()) - earlier:
+                log.unlink()
         raise
 
 

@@ -58,8 +58,8 @@ def _of_json(place: str, line: str, name: str) -> Prompt:
         value = json.loads(line)
     except json.JSONDecodeError as problem:
         raise RefusedError(f"{place} is not JSON: {problem.msg} at column {problem.colno}") from None
-    except RecursionError:
-        raise RefusedError(f"{place} is not a prompt: it is nested too deep") from None
+    except (RecursionError, ValueError):
+        raise RefusedError(f"{place} is not a prompt: it is nested too deep, or has too long a number") from None
     if not isinstance(value, dict):
         raise RefusedError(f"{place} is not a JSON object")
     if unknown := value.keys() - {"prompt", "messages", "prediction"}:

@@ -19,6 +19,7 @@ from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.compare.results import origin, write_files
 from vllm_specplus.compare.served import ServedModel
 from vllm_specplus.compare.terminal import INTERRUPTED, progress, table_console
+from vllm_specplus.top.server import NoSampleError, Server
 
 _TIMES = ("ttft", "itl", "e2el")
 
@@ -152,7 +153,9 @@ def check_options(arguments: argparse.Namespace) -> None:
         if is_given:
             raise RefusedError(f"{name} is not allowed with --serve, whose servers run already")
     for url in arguments.serve:
-        if not url.startswith(("http://", "https://")):
-            raise RefusedError(f"--serve {url} is not allowed: a URL such as http://localhost:8000")
+        try:
+            Server(url, arguments.api_key)
+        except NoSampleError as problem:
+            raise RefusedError(f"--serve: {problem}") from None
     if len({url.rstrip("/") for url in arguments.serve}) < len(arguments.serve):
         raise RefusedError("--serve names the same server twice")

@@ -58,9 +58,9 @@ def drafted(e: Engine, config: dict[str, Any]) -> int:
     return filled(stats(e)) if "mtp_strategy" in config else e.counts().drafted
 
 
-def filled(stats: dict[str, Any]) -> int:
-    """The drafts in the plugin's counts, without padding."""
-    return sum(sum(row) for source, row in stats["drafted"].items() if source != "unfilled")
+def filled(stats: dict[str, Any], what: str = "drafted") -> int:
+    """The drafts in the plugin's counts, or those "accepted", without padding."""
+    return sum(sum(row) for source, row in stats[what].items() if source != "unfilled")
 
 
 def outcome(ask: Callable[[], Any]) -> Any:

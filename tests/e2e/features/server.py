@@ -193,7 +193,7 @@ async def serve(model: Path, config: dict[str, Any] | None) -> AsyncIterator[Ser
 
 
 def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str]) -> dict[str, Any]:
-    """The outcome of features on one server; each that brings tokens has drafts where the plugin drafts."""
+    """The outcome of features on one server; each that brings tokens has accepted drafts where the plugin drafts."""
 
     async def ask_all() -> dict[str, Any]:
         async with serve(model, config) as server:
@@ -201,13 +201,13 @@ def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str]) -> dic
                 return {name: await _outcome(FEATURES[name], server) for name in names}
             await server.engine.collective_rpc(let_drafts_pay_in_worker)
             found: dict[str, Any] = {}
-            num_drafted = 0
+            counts = (0, 0)
             for name in names:
                 found[name] = await _outcome(FEATURES[name], server)
                 stats = await server.stats()
-                before, num_drafted = num_drafted, filled(stats)
+                before, counts = counts, (filled(stats), filled(stats, "accepted"))
                 has_none = name in WITHOUT_DRAFTS or isinstance(found[name], Refusal | Lack)
-                assert has_none or num_drafted > before, name
+                assert has_none or all(now > then for now, then in zip(counts, before, strict=True)), name
             assert not any(stats["faults"].values()), "a fault of the plugin"
             return found
 
