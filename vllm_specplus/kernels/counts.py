@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_specplus.kernels.sizes import cdiv, next_power_of_2
 from vllm_specplus.sources import MODEL, REFERENCE, SOURCES, UNFILLED
 
 _BLOCK = 256  # rows or requests of a program
@@ -71,7 +72,7 @@ def count_drafts(
             MODEL=MODEL,
             REFERENCE=REFERENCE,
             UNFILLED=UNFILLED,
-            BLOCK_WIDTH=triton.next_power_of_2(width),
+            BLOCK_WIDTH=next_power_of_2(width),
             num_warps=1,
         )
 
@@ -127,7 +128,7 @@ def count_steps(request_counts: torch.Tensor, num_sampled: torch.Tensor, idx_map
     """
     num_reqs = len(idx_mapping)
     if num_reqs:
-        grid = (triton.cdiv(num_reqs, _BLOCK),)
+        grid = (cdiv(num_reqs, _BLOCK),)
         _steps_kernel[grid](request_counts, num_sampled, idx_mapping, num_reqs, BLOCK=_BLOCK, num_warps=1)
 
 
@@ -167,7 +168,7 @@ def mark_padding(
     num_rows = len(local_positions)
     marks = torch.empty(num_rows, dtype=torch.bool, device=local_positions.device)
     if num_rows:
-        _padding_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+        _padding_kernel[(cdiv(num_rows, _BLOCK),)](
             local_positions, row_states, num_drafts, invalid, marks, num_rows, BLOCK=_BLOCK, num_warps=1
         )
     return marks

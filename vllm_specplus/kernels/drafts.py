@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_specplus.kernels.sizes import cdiv, next_power_of_2
+
 _BLOCK = 4096  # tokens that a program writes
 
 
@@ -114,7 +116,7 @@ def report_tokens(
             report,
             num_steps,
             WIDTH=width,
-            BLOCK_WIDTH=triton.next_power_of_2(width + 1),
+            BLOCK_WIDTH=next_power_of_2(width + 1),
             num_warps=1,
         )
     return report
@@ -173,7 +175,7 @@ def place_drafts(
             idx_mapping,
             by_state,
             WIDTH=width,
-            BLOCK_WIDTH=triton.next_power_of_2(width),
+            BLOCK_WIDTH=next_power_of_2(width),
             num_warps=1,
         )
 
@@ -253,8 +255,8 @@ def continue_forecasts(
             agreed,
             WIDTH=width,
             NUM_STEPS=0 if model_drafts is None else model_drafts.shape[1],
-            BLOCK_WIDTH=triton.next_power_of_2(width),
-            BLOCK_FORECAST=triton.next_power_of_2(max(forecast.shape[1], 1)),
+            BLOCK_WIDTH=next_power_of_2(width),
+            BLOCK_FORECAST=next_power_of_2(max(forecast.shape[1], 1)),
             num_warps=1,
         )
     return counts
@@ -359,7 +361,7 @@ def prefer_forecasts(
             WIDTH=width,
             FORECAST_SOURCE=forecast_source,
             OTHER_SOURCE=other_source,
-            BLOCK_WIDTH=triton.next_power_of_2(max(width, 1)),
+            BLOCK_WIDTH=next_power_of_2(max(width, 1)),
             num_warps=1,
         )
     return counts
@@ -415,7 +417,7 @@ def write_one_hot_rows(
     num_reqs, width = drafts.shape
     vocab_size = draft_logits.shape[2]
     if num_reqs:
-        _one_hot_kernel[(triton.cdiv(vocab_size, _BLOCK), width, num_reqs)](
+        _one_hot_kernel[(cdiv(vocab_size, _BLOCK), width, num_reqs)](
             draft_logits,
             draft_logits.stride(0),
             draft_logits.stride(1),

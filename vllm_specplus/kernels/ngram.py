@@ -28,6 +28,7 @@ import triton.language as tl
 
 from vllm_specplus.kernels.checks import check_rows, check_vector, describe
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, make_counts, store_counts
+from vllm_specplus.kernels.sizes import cdiv, next_power_of_2
 
 _BLOCK = 1024  # ends that a program tests at a time
 _MAX_SPLITS = 128  # programs that share a request: enough for one request alone to occupy a GPU
@@ -55,8 +56,8 @@ def split_text(max_len: int, longest: int | None = None) -> tuple[int, int, int]
     Returns:
         How many programs share a text, the most for any `longest`, and how many ends each tests at a time.
     """
-    most = min(max(triton.cdiv(max_len, _BLOCK), 1), _MAX_SPLITS)
-    return most if longest is None else min(max(triton.cdiv(longest, _BLOCK), 1), most), most, _BLOCK
+    most = min(max(cdiv(max_len, _BLOCK), 1), _MAX_SPLITS)
+    return most if longest is None else min(max(cdiv(longest, _BLOCK), 1), most), most, _BLOCK
 
 
 def check_search(min_ngram_size: int, max_ngram_size: int, max_len: int, width: int) -> None:
@@ -198,9 +199,9 @@ def _launch(
         counts,
         by_state,
         num_splits,
-        BLOCK_WIDTH=triton.next_power_of_2(width),
-        BLOCK_SPLITS=triton.next_power_of_2(most_splits),
-        BLOCK_OVERRIDE=triton.next_power_of_2(max(override_len, 1)),
+        BLOCK_WIDTH=next_power_of_2(width),
+        BLOCK_SPLITS=next_power_of_2(most_splits),
+        BLOCK_OVERRIDE=next_power_of_2(max(override_len, 1)),
         num_warps=1,
         **same,
     )

@@ -63,7 +63,9 @@ class Counts(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        is_view = function.is_view or (name in _MAY_BE_VIEW and result.data_ptr() == args[0].data_ptr())
+        # Of these torch says that they are views, even where they copy.
+        may_be_view = name in _MAY_BE_VIEW
+        is_view = result.data_ptr() == args[0].data_ptr() if may_be_view else function.is_view
         if not is_view and name not in _NO_LAUNCH and isinstance(result, torch.Tensor):
             is_index = name in ("index", "index_put", "index_put_", "_index_put_impl_")
             casts = sum(i is not None and i.dtype == torch.int32 for i in args[1]) if is_index else 0
@@ -125,7 +127,9 @@ _SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
         ("mtp_suffix", True, False, {}, 6),
         ("suffix", True, False, {}, 6),
         ("mtp_ngram", True, True, {}, 9),
-        ("mtp_ngram", False, False, {"verify_strategy": "topp"}, 10),
+        # Four kernels that verify, and one that makes their arguments.
+        ("mtp_ngram", False, False, {"verify_strategy": "topp"}, 9),
+        ("mtp_ngram", False, False, {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"}, 9),
         ("adaptive", False, False, {}, 11),
     ],
 )

@@ -142,7 +142,10 @@ def test_in_chunks(trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) 
         SamplingParams(temperature=0.7 + 0.1 * seed, seed=seed, logprobs=2, max_tokens=12, ignore_eos=True)
         for seed in range(len(FEW))
     ]
-    with engine(trained, speculative("mtp_ngram", draft, verify_strategy="target_match")) as e:
+    # All drafts of one request are accepted, in whichever part it is.
+    params[-1].extra_args = {"force_sp_accept": True}
+    config = speculative("mtp_ngram", draft, verify_strategy="target_match", allow_force_accept=True)
+    with engine(trained, config) as e:
         for _ in range(2):
             results = e.llm.generate([{"prompt_token_ids": p} for p in FEW], params, use_tqdm=False)
             found.append([(list(r.outputs[0].token_ids), _logprobs(r)) for r in results])

@@ -9,9 +9,10 @@ import triton.language as tl
 from vllm_specplus.kernels.arbiter.keys import halve, length_class
 from vllm_specplus.kernels.arbiter.state import ASLEEP, MAX_GAIN_TRIALS, NUM_LENGTHS, ONE, State, sizes_of
 from vllm_specplus.kernels.checks import check_vector, describe
+from vllm_specplus.kernels.sizes import next_power_of_2
 
 _BLOCK_REQS = 64  # requests that the program takes at a time
-_BLOCK_LENGTHS = triton.next_power_of_2(NUM_LENGTHS.value)
+_BLOCK_LENGTHS = next_power_of_2(NUM_LENGTHS.value)
 
 
 def settle(

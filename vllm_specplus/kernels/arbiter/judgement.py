@@ -31,9 +31,10 @@ from vllm_specplus.kernels.arbiter.state import (
     sizes_of,
 )
 from vllm_specplus.kernels.checks import check_rows, check_vector
+from vllm_specplus.kernels.sizes import next_power_of_2
 
-_BLOCK_KEYS = triton.next_power_of_2(NUM_KEYS.value)
-_BLOCK_RECORDS = tl.constexpr(triton.next_power_of_2(NUM_RECORDS.value))
+_BLOCK_KEYS = next_power_of_2(NUM_KEYS.value)
+_BLOCK_RECORDS = tl.constexpr(next_power_of_2(NUM_RECORDS.value))
 _MODEL = tl.constexpr(sources.MODEL)
 
 

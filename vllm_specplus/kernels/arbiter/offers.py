@@ -20,6 +20,7 @@ from vllm_specplus.kernels.ngram import (
     load_tokens,
     split_text,
 )
+from vllm_specplus.kernels.sizes import next_power_of_2
 
 
 def offer_model(state: State, idx_mapping: torch.Tensor, limits: Limits, model_drafts: torch.Tensor) -> None:
@@ -224,8 +225,8 @@ def offer_ngrams(
         FIRST_CHAIN=first_chain,
         CHAINS_PER_START=chains_per_start,
         MATCH_LEN_CAP=match_len_cap,
-        BLOCK_CAP=triton.next_power_of_2(match_len_cap),
-        BLOCK_SPLITS=triton.next_power_of_2(most_splits),
+        BLOCK_CAP=next_power_of_2(match_len_cap),
+        BLOCK_SPLITS=next_power_of_2(most_splits),
         num_warps=1,
         **same,
     )

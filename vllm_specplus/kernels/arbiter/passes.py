@@ -18,9 +18,10 @@ from vllm_specplus.kernels.arbiter.state import (
 )
 from vllm_specplus.kernels.checks import check_vector
 from vllm_specplus.kernels.drafts import Limits
+from vllm_specplus.kernels.sizes import next_power_of_2
 
 _BLOCK_REQS = 64  # requests that the program takes at a time
-_BLOCK_LENGTHS = triton.next_power_of_2(NUM_LENGTHS.value)
+_BLOCK_LENGTHS = next_power_of_2(NUM_LENGTHS.value)
 NUM_TOTALS = 2
 
 

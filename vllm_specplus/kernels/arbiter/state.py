@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from vllm_specplus import sources
+from vllm_specplus.kernels.sizes import next_power_of_2
 
 # As in the specification, which cannot be imported here since it imports numba. A test compares them.
 SHIFT = tl.constexpr(16)
@@ -165,5 +165,5 @@ def sizes_of(state: State) -> Sizes:
     """The sizes of a state, as its kernels are compiled for them."""
     _, num_chains, width = state.offers.chains.shape
     num_steps = state.offers.model.shape[1]
-    blocks = [triton.next_power_of_2(size) for size in (max(num_chains, 1), num_steps + 1, width)]
+    blocks = [next_power_of_2(size) for size in (max(num_chains, 1), num_steps + 1, width)]
     return Sizes(*map(tl.constexpr, (num_chains, num_steps, width, *blocks, state.is_blind)))

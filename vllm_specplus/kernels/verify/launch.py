@@ -18,12 +18,14 @@ The host never waits. The launches depend on shapes and `max_rows` alone, so wit
 captured in a CUDA graph.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_specplus.kernels.sizes import cdiv, next_power_of_2
 from vllm_specplus.kernels.verify.arguments import (
     NO_LIMIT,
     NUM_PLAN_FLOATS,
@@ -98,7 +100,7 @@ class Workspace:
         cls, num_rows: int, num_reqs: int, vocab_size: int, max_rows: int, device: torch.device | str
     ) -> "Workspace":
         """Make one. With a vocabulary of 150,000 it takes about 0.2 byte for each logit of `num_rows` rows."""
-        num_blocks = triton.cdiv(vocab_size, _block_size(vocab_size))
+        num_blocks = cdiv(vocab_size, _block_size(vocab_size))
         # Whole blocks: then rows are aligned for wide loads.
         num_groups = num_blocks * _block_size(vocab_size) // GROUP_SIZE.value
         shapes = {
@@ -116,6 +118,15 @@ class Workspace:
         tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
         return cls(**tensors, vocab_size=vocab_size)
 
+    def with_outputs(self, num_reqs: int, max_rows: int) -> "Workspace":
+        """Return one with the same scratch, and outputs of its own that the next verification leaves as they are."""
+        device = self.token_ids.device
+        return replace(
+            self,
+            token_ids=torch.empty((num_reqs, max_rows), dtype=torch.int64, device=device),
+            num_tokens=torch.empty(num_reqs, dtype=torch.int32, device=device),
+        )
+
     def check(self, inputs: VerifyInputs) -> None:
         """Raise ValueError unless the inputs fit."""
         room = (self.stats.shape[0], self.token_ids.shape[0], self.vocab_size, self.token_ids.shape[1])
@@ -130,7 +141,7 @@ class Workspace:
 
 
 def _block_size(vocab_size: int) -> int:
-    return min(BLOCK_SIZE, triton.next_power_of_2(max(vocab_size, GROUP_SIZE.value)))
+    return min(BLOCK_SIZE, next_power_of_2(max(vocab_size, GROUP_SIZE.value)))
 
 
 def verify(inputs: VerifyInputs, workspace: Workspace | None = None) -> VerifyOutput:
@@ -164,7 +175,8 @@ def verify(inputs: VerifyInputs, workspace: Workspace | None = None) -> VerifyOu
 def _launch(inputs: VerifyInputs, w: Workspace) -> None:
     num_rows, num_reqs, max_rows = inputs.num_rows, inputs.num_reqs, inputs.max_rows
     num_blocks, num_groups = w.stats.shape[2], w.group_max.shape[1]
-    sizes = _sizes(num_blocks, num_groups, _block_size(inputs.vocab_size), max_rows)
+    block_size = _block_size(inputs.vocab_size)
+    sizes = _sizes(num_blocks, num_groups, block_size, max_rows, (TILE_SIZE, SCAN_SIZE, LIST_SIZE))
     logits, draft_logits = _logits(inputs), _draft_logits(inputs)
     rows = Rows(inputs.cu_num_rows, inputs.draft_token_ids)
     # Each is one of the logits, so it fits their type, and the first pass writes less.
@@ -289,19 +301,21 @@ def _draft_logits(inputs: VerifyInputs) -> DraftLogits:
     return DraftLogits(draft_logits, draft_logits.stride(0), inputs.draft_rows)
 
 
-def _sizes(num_blocks: int, num_groups: int, block_size: int, max_rows: int) -> Sizes:
-    all_groups, all_slots = triton.next_power_of_2(num_groups), triton.next_power_of_2(max_rows)
+@functools.cache
+def _sizes(num_blocks: int, num_groups: int, block_size: int, max_rows: int, steps: tuple[int, int, int]) -> Sizes:
+    """Of a launch; `steps` are logits that a step of each slow path takes. They are made once, as that takes 20 µs."""
+    all_groups, all_slots = next_power_of_2(num_groups), next_power_of_2(max_rows)
 
     def groups_of(size: int) -> int:
         return min(size // GROUP_SIZE.value, all_groups)
 
     sizes = Sizes(
-        ALL_BLOCKS=triton.next_power_of_2(num_blocks),
+        ALL_BLOCKS=next_power_of_2(num_blocks),
         ALL_GROUPS=all_groups,
         BLOCK_GROUPS=block_size // GROUP_SIZE.value,
-        TILE_GROUPS=groups_of(TILE_SIZE),
-        SCAN_GROUPS=groups_of(SCAN_SIZE),
-        LIST_GROUPS=groups_of(LIST_SIZE),
+        TILE_GROUPS=groups_of(steps[0]),
+        SCAN_GROUPS=groups_of(steps[1]),
+        LIST_GROUPS=groups_of(steps[2]),
         ALL_SLOTS=all_slots,
         JUDGED_ROWS=min(JUDGED_ROWS, all_slots),
         HEAD_GROUPS=HEAD_GROUPS,

@@ -4,7 +4,7 @@ Penalties, bias, bad words, grammars, chunking and logprobs stay vLLM's. Only th
 replaced; its kernels also apply temperature, top-k, top-p and min-p.
 """
 
-import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,19 +17,28 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels.counts import mark_padding
-from vllm_specplus.kernels.parameters import Parameters, gather_parameters
+from vllm_specplus.kernels.inputs import Batch, Parameters, SampledDrafts, gather_inputs
+from vllm_specplus.kernels.sizes import next_power_of_2
+from vllm_specplus.kernels.verify import Workspace, verify
 from vllm_specplus.runners.live_requests import LiveRequests
 from vllm_specplus.runners.v2.drafting import Drafting
 from vllm_specplus.strategies import uses_draft_distribution
-from vllm_specplus.verify import verify_draft_tokens
+from vllm_specplus.verify.types import VerifyInputs
 
 
 class _UnappliedStates(SamplingStates):
     """Keeps vLLM's sampling parameters, but leaves it to the plugin's kernels to apply them to the logits."""
 
+    def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
+        super().__init__(max_num_reqs, vocab_size)
+        # [max_num_reqs], on the host.
+        self.is_filtered = np.zeros(max_num_reqs, bool)
+
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Note a request's parameters; False tells vLLM that the logits need no processing for them."""
         super().add_request(req_idx, sampling_params)
+        filters = ((self.top_p, 1.0), (self.top_k, self.vocab_size), (self.min_p, 0.0))
+        self.is_filtered[req_idx] = any(values.np[req_idx] != off for values, off in filters)
         return False
 
     def apply_temperature(self, *args: Any, **kwargs: Any) -> None:
@@ -59,31 +68,30 @@ class StrategySampler(Sampler):
         super().__init__(vllm_config, max_num_reqs, vocab_size, *args, **kwargs)
         self.sampling_states = _UnappliedStates(max_num_reqs, vocab_size)
         self._options: SpecPlusOptions = vllm_config.speculative_config.specplus
+        self._scratch: Workspace | None = None
 
     def verify(
         self,
         logits: torch.Tensor,
-        cu_num_rows: torch.Tensor,
-        drafts: torch.Tensor,
+        batch: Batch,
         positions: torch.Tensor,
-        idx_mapping: torch.Tensor,
         idx_mapping_np: np.ndarray,
         max_rows: int,
         draft_logits: torch.Tensor | None = None,
-        draft_rows: torch.Tensor | None = None,
+        sampled_drafts: SampledDrafts | None = None,
         accepts_all: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Verify one batch.
 
         Args:
             logits: [num_rows, vocab] float, processed except for temperature, top-k, top-p and min-p.
-            cu_num_rows: [num_reqs + 1] int32.
-            drafts: [num_rows] int, -1 where there is no draft.
+            batch: the requests, on the device.
             positions: [num_rows] int64, of the token that was fed in to get each row.
-            idx_mapping, idx_mapping_np: [num_reqs] request states, on the device and on the host.
+            idx_mapping_np: [num_reqs] request states, on the host.
             max_rows: rows of the longest request that may come.
-            draft_logits, draft_rows: see ``verify_draft_tokens``.
-            accepts_all: [num_reqs] bool, the requests whose drafts are all accepted; None: there is none.
+            draft_logits: [max_num_reqs * slots, vocab] float, which the drafts were sampled from; None: from none.
+            sampled_drafts: which drafts were; with `draft_logits` alone.
+            accepts_all: [max_num_reqs] bool, the request states whose drafts are all accepted; None: there is none.
 
         Returns:
             [num_reqs, max_rows] int64 tokens, -1 after each request's last, and [num_reqs] int32 how many.
@@ -91,47 +99,48 @@ class StrategySampler(Sampler):
         states, options = self.sampling_states, self._options
         assert options.verify_strategy is not None
 
-        filters = ((states.top_p, 1.0), (states.top_k, states.vocab_size), (states.min_p, 0.0))
         # All filters or none, so that the kernels are compiled twice and not for every combination.
-        filtered = any(np.any(values.np[idx_mapping_np] != off) for values, off in filters)
-        if not np.any(states.temperature.np[idx_mapping_np]):
+        filtered = states.is_filtered[idx_mapping_np].any()
+        strategy, window, max_candidates = options.verify_strategy, options.verify_window, options.max_candidate_len
+        if not states.temperature.np[idx_mapping_np].any():
             # All strategies are one, and this one takes two kernels. It has no use for filters and probabilities.
-            filtered, draft_logits, draft_rows = False, None, None
-            rule: dict[str, Any] = {"strategy": "greedy"}
-        else:
-            rule = {
-                "strategy": options.verify_strategy,
-                "verify_window": options.verify_window,
-                "max_candidate_len": options.max_candidate_len,
-            }
+            strategy, window, max_candidates = "greedy", 0, None
+            filtered, draft_logits, sampled_drafts = False, None, None
         parameters = Parameters(states.temperature.gpu, states.seeds.gpu)
         if filtered:
             parameters = parameters._replace(top_p=states.top_p.gpu, top_k=states.top_k.gpu, min_p=states.min_p.gpu)
-        parameters = gather_parameters(parameters, idx_mapping)
-        verify = functools.partial(
-            verify_draft_tokens,
-            logits,
-            cu_num_rows,
-            drafts,
-            parameters.temperature,
-            top_p=parameters.top_p,
-            top_k=parameters.top_k,
-            min_p=parameters.min_p,
-            seeds=parameters.seeds,
+        num_rows = logits.shape[0]
+        gathered = gather_inputs(parameters, batch, num_rows, sampled_drafts)
+        # As `verify_draft_tokens` makes them of arguments that it has to check.
+        inputs = VerifyInputs(
+            logits=logits,
+            cu_num_rows=gathered.cu_num_rows,
+            draft_token_ids=gathered.draft_token_ids,
+            **gathered.parameters._asdict(),
             positions=positions,
-            **rule,
-            # The torch backend waits for the device.
-            backend="triton",
+            strategy=strategy,
+            policy=options.accept_policy,
+            verify_window=min(window, max_rows),
+            max_candidate_len=None if max_candidates is None else min(max_candidates, states.vocab_size),
             max_rows=max_rows,
             draft_logits=draft_logits,
-            draft_rows=draft_rows,
+            draft_rows=gathered.draft_rows,
         )
-        sampled = verify(policy=options.accept_policy)
+        workspace = self._workspace(inputs)
+        sampled = verify(inputs, workspace)
         if accepts_all is None:
             return sampled.token_ids, sampled.num_tokens
-        forced = verify(policy="accept_all")
-        token_ids = torch.where(accepts_all[:, None], forced.token_ids, sampled.token_ids)
-        return token_ids, torch.where(accepts_all, forced.num_tokens, sampled.num_tokens)
+        forced = verify(replace(inputs, policy="accept_all"), workspace.with_outputs(inputs.num_reqs, max_rows))
+        is_forced = accepts_all[batch.idx_mapping]
+        token_ids = torch.where(is_forced[:, None], forced.token_ids, sampled.token_ids)
+        return token_ids, torch.where(is_forced, forced.num_tokens, sampled.num_tokens)
+
+    def _workspace(self, inputs: VerifyInputs) -> Workspace:
+        """Return scratch that is kept from step to step, with new outputs: vLLM still copies those of the last step."""
+        if self._scratch is None or len(self._scratch.stats) < inputs.num_rows:
+            most = next_power_of_2(inputs.num_rows)
+            self._scratch = Workspace.allocate(most, most, inputs.vocab_size, 1, inputs.logits.device)
+        return self._scratch.with_outputs(inputs.num_reqs, inputs.max_rows)
 
     def logits_to_report(
         self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray
@@ -168,16 +177,7 @@ class StrategySampler(Sampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        num_rows = processed.shape[0]
-        tokens, _ = self.verify(
-            processed,
-            torch.arange(num_rows + 1, dtype=torch.int32, device=processed.device),
-            torch.full((num_rows,), -1, dtype=torch.int32, device=processed.device),
-            pos,
-            expanded_idx_mapping,
-            idx_mapping_np,
-            1,
-        )
+        tokens, _ = self.verify(processed, Batch(expanded_idx_mapping), pos, idx_mapping_np, 1)
         return tokens[:, 0], self.logits_to_report(processed, expanded_idx_mapping, idx_mapping_np)
 
 
@@ -230,40 +230,41 @@ class StrategyRejectionSampler(CountingRejectionSampler):
             self._accepts_all = None
             with self._live_requests.faults.caught("requests"):
                 chosen = self._live_requests.accept_all_mask(input_batch.req_ids)
-                self._accepts_all = None if chosen is None else torch.from_numpy(chosen).to(logits.device)
+                if chosen is not None:
+                    by_state = np.zeros_like(self.sampler.sampling_states.temperature.np, dtype=bool)
+                    by_state[input_batch.idx_mapping_np] = chosen
+                    self._accepts_all = torch.from_numpy(by_state).to(logits.device)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def warm_up(self, dtype: torch.dtype, device: torch.device, draft_logits: torch.Tensor | None) -> None:
-        """Compile the kernels, at temperature 0 and above, with filters and without, with drafts and without.
+        """Compile the kernels: at temperature 0 and above, with filters and without, with drafts and without.
 
         Args:
-            dtype: of the logits.
+            dtype: of the model's logits. vLLM makes float32 of them where a request has penalties, a bias or bad words.
             device: of the runner.
             draft_logits: [max_num_reqs, K, vocab], from which this engine's drafts are sampled, or None.
         """
         states = self.sampler.sampling_states
+        # Of vLLM's types.
+        at, numbers = (torch.zeros(2, dtype=dtype_of, device=device) for dtype_of in (torch.int64, torch.int32))
         # vLLM pads the vocabulary and cuts the logits to size; the kernels are compiled for the distance between rows.
         padded = pad_vocab_size(states.vocab_size)
-        logits = torch.zeros(2, padded, dtype=dtype, device=device)[:, : states.vocab_size]
-        at = torch.zeros(2, dtype=torch.int64, device=device)
-        sampled_from = {}
+        drafts: dict[str, Any] = {"max_rows": self.num_speculative_steps + 1}
         if draft_logits is not None and uses_draft_distribution(self.sampler._options.verify_strategy):
-            sampled_from = {"draft_logits": draft_logits.flatten(0, 1), "draft_rows": at}
-        saved = states.temperature.np[0], states.top_p.np[0]
-        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.5)):
-            states.temperature.np[0], states.top_p.np[0] = temperature, top_p
-            for num_rows, max_rows, options in ((1, 1, {}), (2, self.num_speculative_steps + 1, sampled_from)):
-                self.sampler.verify(
-                    logits[:num_rows],
-                    torch.tensor([0, num_rows], dtype=torch.int32, device=device),
-                    torch.zeros(num_rows, dtype=torch.int32, device=device),
-                    at[:num_rows],
-                    at[:1],
-                    np.zeros(1, np.int64),
-                    max_rows,
-                    **options,
-                )
-        states.temperature.np[0], states.top_p.np[0] = saved
+            drafts |= self._sampled_from(draft_logits, at, numbers)
+        if self.sampler._options.allow_force_accept:
+            drafts["accepts_all"] = torch.zeros(len(states.temperature.np), dtype=torch.bool, device=device)
+        saved = states.temperature.np[0], states.is_filtered[0]
+        for logits_dtype in {dtype, torch.float32}:
+            logits = torch.zeros(2, padded, dtype=logits_dtype, device=device)[:, : states.vocab_size]
+            for temperature, is_filtered in ((0.0, False), (1.0, False), (1.0, True)):
+                states.temperature.np[0], states.is_filtered[0] = temperature, is_filtered
+                for num_rows, batch, options in (
+                    (1, Batch(at[:1]), {"max_rows": 1}),
+                    (2, Batch(at[:1], torch.tensor([0, 2], dtype=torch.int32, device=device), numbers), drafts),
+                ):
+                    self.sampler.verify(logits[:num_rows], batch, at[:num_rows], np.zeros(1, np.int64), **options)
+        states.temperature.np[0], states.is_filtered[0] = saved
 
     def _verify(
         self,
@@ -294,34 +295,22 @@ class StrategyRejectionSampler(CountingRejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        draft_rows = None
-        if not uses_draft_distribution(self.sampler._options.verify_strategy):
-            draft_logits = None
-        elif draft_logits is not None:
-            draft_logits, draft_rows = self._draft_rows(draft_logits, expanded_idx_mapping, expanded_local_pos)
+        sampled_from: dict[str, Any] = {}
+        if draft_logits is not None and uses_draft_distribution(self.sampler._options.verify_strategy):
+            sampled_from = self._sampled_from(draft_logits, expanded_idx_mapping, expanded_local_pos)
         tokens, num_tokens = self.sampler.verify(
             processed,
-            cu_num_logits,
-            # A draft stands in the row after the one whose logits judge it. The roll puts the next request's token
-            # on a bonus row, which has no draft: the kernels ignore it.
-            verify_draft_sampled.roll(-1),
+            Batch(idx_mapping, cu_num_logits, verify_draft_sampled),
             pos,
-            idx_mapping,
             idx_mapping_np,
             self.num_speculative_steps + 1,
-            draft_logits,
-            draft_rows,
-            self._accepts_all,
+            accepts_all=self._accepts_all,
+            **sampled_from,
         )
         return self.sampler.logits_to_report(processed, expanded_idx_mapping, idx_mapping_np), tokens, num_tokens
 
-    def _draft_rows(
-        self, draft_logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, expanded_local_pos: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[any, vocab] draft logits, and [num_rows] int64 the row of them that each draft was sampled from, or -1."""
-        num_slots = draft_logits.shape[1]
-        rows = expanded_idx_mapping.long() * num_slots + expanded_local_pos
-        num_model: torch.Tensor | int = num_slots
-        if self._drafting is not None:
-            num_model = self._drafting.num_model[expanded_idx_mapping]
-        return draft_logits.flatten(0, 1), torch.where(expanded_local_pos < num_model, rows, -1)
+    def _sampled_from(self, draft_logits: torch.Tensor, states: torch.Tensor, slots: torch.Tensor) -> dict[str, Any]:
+        """What drafts were sampled from, as arguments of `StrategySampler.verify`."""
+        num_model = None if self._drafting is None else self._drafting.num_model
+        sampled_drafts = SampledDrafts(states, slots, num_model, draft_logits.shape[1])
+        return {"draft_logits": draft_logits.flatten(0, 1), "sampled_drafts": sampled_drafts}
