@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All that a GPU has to tell, in one command of under nine minutes. The machine with the GPU needs torch, Triton, transformers
-# and pytest, but neither vLLM nor a network.
+# All that a GPU has to tell, in one command of under nine minutes. The machine with the GPU needs torch, Triton,
+# transformers, pytest, hypothesis, rich and matplotlib, but neither vLLM nor a network.
 #
 #   bash ci/gpu.sh --pack DIR       where there is a network: gathers in DIR what the other machine lacks, at most 60 MiB
 #   bash ci/gpu.sh OUT --with DIR   on the other machine: runs all stages, and writes their results to OUT

@@ -20,6 +20,9 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "hybrid-target_match": _APPEND | {"verify_strategy": "target_match"},
 }
 # Whose cost is measured; the texts of all are compared.
-OF_STEPS = (NONE, "mtp", "hybrid", "adaptive", "hybrid-rejection")
+OF_STEPS = (NONE, "mtp", "hybrid", "hybrid-suffix", "adaptive", "hybrid-rejection")
+# The most launches and copies of a step beyond those of this config, which makes as many passes.
+AS_MANY_PASSES = "mtp"
+MOST_BEYOND = {"hybrid": 4, "hybrid-suffix": 8}
 OF_SPEED = (NONE, "mtp", "hybrid", "suffix", "adaptive")
 DRY_STEPS, DRY_SPEED = ("hybrid",), (NONE, "hybrid")

@@ -41,11 +41,15 @@ REPEATS, MAX_TOKENS, DRY_TOKENS = 2, 200, 6
 STEP_TOKENS = 64
 
 
-def texts(e: Engine, dry: bool) -> list[list[int]]:
-    """Greedy texts of prompts that run together, and again one by one."""
+def texts(e: Engine, dry: bool, has_references: bool) -> list[list[int]]:
+    """Greedy texts of prompts that run together, and again one by one; the latter perhaps with them as references."""
     some = PROMPTS[:2] if dry else PROMPTS
     limit = {"max_tokens": DRY_TOKENS} if dry else {}
-    return e.tokens(some, **limit) + ([] if dry else [e.tokens([prompt])[0] for prompt in some])
+    together = e.tokens(some, **limit)
+    if dry and not has_references:
+        return together
+    extra = [{"sp_advice_prompt_token_ids": text} if has_references else {} for text in together]
+    return together + [e.tokens([p], extra_args=more, **limit)[0] for p, more in zip(some, extra, strict=True)]
 
 
 def speed(e: Engine, dry: bool) -> dict[str, Any]:
@@ -123,7 +127,13 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     with engine(args.model, CONFIGS[args.name], **({} if args.dry else ON_GPU)) as e:
-        found: dict[str, Any] = {"texts": texts(e, args.dry)}
+        config = CONFIGS[args.name]
+        # Without a reference this method drafts nothing.
+        has_references = config is not None and config["method"] == "naive"
+        found: dict[str, Any] = {"texts": texts(e, args.dry, has_references)}
+        # Of the few tokens of a dry run a random model may accept none.
+        if config is not None and not args.dry:
+            found["accepted"] = e.counts().accepted
         (args.folder / f"{args.name}.ready").touch()
         wait_for(args.folder / f"{args.name}.go")
         if args.steps:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from configs import CONFIGS, DRY_SPEED, DRY_STEPS, NONE, OF_SPEED, OF_STEPS
+from configs import AS_MANY_PASSES, CONFIGS, DRY_SPEED, DRY_STEPS, MOST_BEYOND, NONE, OF_SPEED, OF_STEPS
 
 START_SECONDS, MEASURE_SECONDS = 85, 12
 DRY_SECONDS = 600
@@ -89,8 +89,27 @@ def run(
                 child.stop()
 
 
+def beyond(name: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What a step of an engine launches and copies beyond one with as many passes, and its goal; {} if unknown."""
+    steps = [results.get(each, {}).get("steps") for each in (name, AS_MANY_PASSES)]
+    if name not in MOST_BEYOND or None in steps:
+        return {}
+    own, others = (each["launches_per_step"] + each["copies_per_step"] for each in steps)
+    return {"beyond": own - others, "most_beyond": MOST_BEYOND[name], "met": own - others <= MOST_BEYOND[name]}
+
+
+def problem(found: dict[str, Any]) -> str | None:
+    """What is wrong with an engine's results; None if nothing is."""
+    if "error" in found:
+        return f"FAILED\n{found['error']}\n"
+    if found["same_text"] is False:
+        return "FAILED: another text than without speculation"
+    # Then equal texts would show little.
+    return "FAILED: no draft was accepted" if found.get("accepted") == 0 else None
+
+
 def main() -> int:
-    """Write and print the results; 1 if an engine fails or its text differs."""
+    """Write and print the results; 1 if an engine fails, its text differs, or none of its drafts was accepted."""
     parser = argparse.ArgumentParser(description="Greedy equality and cost of whole engines.")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--steps", action="store_const", const="--steps", dest="kind")
@@ -110,14 +129,15 @@ def main() -> int:
     for name, found in run(names, measured, args.model, args.kind, args.dry):
         results[name] = found
         base = results.get(NONE, {}).get("texts")
-        if "error" in found:
-            print(f"{name}: FAILED\n{found['error']}\n", flush=True)
-        else:
+        if "error" not in found:
             # Null where there is nothing to compare with. The engine without speculation is the first.
             found["same_text"] = None if base is None else found["texts"] == base
+            found |= beyond(name, results)
             print(name, {key: value for key, value in found.items() if key != "texts"}, flush=True)
+        if said := problem(found):
+            print(f"{name}: {said}", flush=True)
         args.json.write_text(json.dumps(results, indent=1))
-    return int(any("error" in found or found["same_text"] is False for found in results.values()))
+    return int(any(problem(found) for found in results.values()))
 
 
 if __name__ == "__main__":

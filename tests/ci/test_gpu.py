@@ -217,7 +217,9 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ("found", "code"),
     [
         ({"texts": [[1, 2]]}, 0),
+        ({"texts": [[1, 2]], "accepted": 3}, 0),
         ({"texts": [[1, 3]]}, 1),
+        ({"texts": [[1, 2]], "accepted": 0}, 1),
         ({"error": "the end of its log"}, 1),
     ],
 )
@@ -230,5 +232,16 @@ def test_another_text_and_an_engine_that_fails_are_said(
     monkeypatch.setattr(engines.argparse.ArgumentParser, "parse_args", lambda self: args)
     assert engines.main() == code
     written = json.loads(args.json.read_text())["mtp"]
-    assert written.get("same_text") == (None if "error" in found else code == 0)
-    assert ("mtp: FAILED\nthe end of its log" in capsys.readouterr().out) == ("error" in found)
+    assert written.get("same_text") == (None if "error" in found else found["texts"] == [[1, 2]])
+    printed = capsys.readouterr().out
+    assert ("mtp: FAILED" in printed) == (code == 1)
+    assert ("mtp: FAILED\nthe end of its log" in printed) == ("error" in found)
+
+
+def test_launches_are_held_to_their_goal() -> None:
+    steps = {"mtp": {"steps": {"launches_per_step": 20.0, "copies_per_step": 3.0}}, "none": {"texts": []}}
+    assert engines.beyond("hybrid", steps) == {}
+    assert engines.beyond("mtp", steps) == {}
+    for launches, met in ((23.0, True), (25.0, False)):
+        steps["hybrid"] = {"steps": {"launches_per_step": launches, "copies_per_step": 4.0}}
+        assert engines.beyond("hybrid", steps) == {"beyond": launches - 19, "most_beyond": 4, "met": met}
