@@ -176,7 +176,8 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
     num_rows, num_reqs, max_rows = inputs.num_rows, inputs.num_reqs, inputs.max_rows
     num_blocks, num_groups = w.stats.shape[2], w.group_max.shape[1]
     block_size = _block_size(inputs.vocab_size)
-    sizes = _sizes(num_blocks, num_groups, block_size, max_rows, (TILE_SIZE, SCAN_SIZE, LIST_SIZE))
+    of_paths = TILE_SIZE, SCAN_SIZE, LIST_SIZE, JUDGED_ROWS, HEAD_GROUPS, HEAD_SIZE
+    sizes = _sizes(num_blocks, num_groups, block_size, max_rows, of_paths)
     logits, draft_logits = _logits(inputs), _draft_logits(inputs)
     rows = Rows(inputs.cu_num_rows, inputs.draft_token_ids)
     # Each is one of the logits, so it fits their type, and the first pass writes less.
@@ -302,8 +303,9 @@ def _draft_logits(inputs: VerifyInputs) -> DraftLogits:
 
 
 @functools.cache
-def _sizes(num_blocks: int, num_groups: int, block_size: int, max_rows: int, steps: tuple[int, int, int]) -> Sizes:
-    """Of a launch; `steps` are logits that a step of each slow path takes. They are made once, as that takes 20 µs."""
+def _sizes(num_blocks: int, num_groups: int, block_size: int, max_rows: int, of_paths: tuple[int, ...]) -> Sizes:
+    """Of a launch, with this module's sizes of the paths in `of_paths`. They are made once, as that takes 20 µs."""
+    tile_size, scan_size, list_size, judged_rows, head_groups, head_size = of_paths
     all_groups, all_slots = next_power_of_2(num_groups), next_power_of_2(max_rows)
 
     def groups_of(size: int) -> int:
@@ -313,13 +315,13 @@ def _sizes(num_blocks: int, num_groups: int, block_size: int, max_rows: int, ste
         ALL_BLOCKS=next_power_of_2(num_blocks),
         ALL_GROUPS=all_groups,
         BLOCK_GROUPS=block_size // GROUP_SIZE.value,
-        TILE_GROUPS=groups_of(steps[0]),
-        SCAN_GROUPS=groups_of(steps[1]),
-        LIST_GROUPS=groups_of(steps[2]),
+        TILE_GROUPS=groups_of(tile_size),
+        SCAN_GROUPS=groups_of(scan_size),
+        LIST_GROUPS=groups_of(list_size),
         ALL_SLOTS=all_slots,
-        JUDGED_ROWS=min(JUDGED_ROWS, all_slots),
-        HEAD_GROUPS=HEAD_GROUPS,
-        HEAD_SIZE=HEAD_SIZE,
+        JUDGED_ROWS=min(judged_rows, all_slots),
+        HEAD_GROUPS=head_groups,
+        HEAD_SIZE=head_size,
     )
     return Sizes(*map(tl.constexpr, sizes))
 
