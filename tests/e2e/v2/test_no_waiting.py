@@ -193,12 +193,12 @@ def guard_all(guard: Guard, speculator: type) -> dict[str, list[int]]:
 @pytest.mark.parametrize("strategy", ["topp", "target_match", "rejection"])
 def test_hybrid_and_verification(strategy: str, guard: Guard, trained: Path, draft: Path) -> None:
     calls = guard_all(guard, HybridMixin)
-    calls |= {name: guard.method(StrategyRejectionSampler, name) for name in ("_verify", "_draft_rows")}
+    calls |= {name: guard.method(StrategyRejectionSampler, name) for name in ("_verify", "_sampled_from")}
     calls |= {name: guard.method(StrategySampler, name) for name in ("sample", "logits_to_report")}
     config = speculative("mtp_ngram_override", draft, verify_strategy=strategy, draft_sample_method="probabilistic")
     with engine(trained, config, logprobs_mode="processed_logprobs") as e:
         tokens(e, FEW[:2], temperature=0.8, top_p=0.9, top_k=20, max_tokens=8)
-    assert bool(calls.pop("_draft_rows")) == (strategy == "rejection")
+    assert bool(calls.pop("_sampled_from")) == (strategy == "rejection")
     assert all(calls.values())
 
 

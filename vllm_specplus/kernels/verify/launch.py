@@ -305,19 +305,16 @@ def _draft_logits(inputs: VerifyInputs) -> DraftLogits:
 @functools.cache
 def _sizes(num_blocks: int, num_groups: int, block_size: int, max_rows: int, of_paths: tuple[int, ...]) -> Sizes:
     """Of a launch, with this module's sizes of the paths in `of_paths`. They are made once, as that takes 20 µs."""
-    tile_size, scan_size, list_size, judged_rows, head_groups, head_size = of_paths
+    *of_steps, judged_rows, head_groups, head_size = of_paths
     all_groups, all_slots = next_power_of_2(num_groups), next_power_of_2(max_rows)
-
-    def groups_of(size: int) -> int:
-        return min(size // GROUP_SIZE.value, all_groups)
-
+    tile_groups, scan_groups, list_groups = (min(size // GROUP_SIZE.value, all_groups) for size in of_steps)
     sizes = Sizes(
         ALL_BLOCKS=next_power_of_2(num_blocks),
         ALL_GROUPS=all_groups,
         BLOCK_GROUPS=block_size // GROUP_SIZE.value,
-        TILE_GROUPS=groups_of(tile_size),
-        SCAN_GROUPS=groups_of(scan_size),
-        LIST_GROUPS=groups_of(list_size),
+        TILE_GROUPS=tile_groups,
+        SCAN_GROUPS=scan_groups,
+        LIST_GROUPS=list_groups,
         ALL_SLOTS=all_slots,
         JUDGED_ROWS=min(judged_rows, all_slots),
         HEAD_GROUPS=head_groups,
