@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs, lints and runs the tests on the vLLM of ci/constraints.txt, and the end-to-end tests marked `every_version` on
-# the other version below too. Tests marked `slow` are left out, but with `--all`. `--vllm VERSION` runs all end-to-end
-# tests on that release of vLLM. Other arguments go to pytest. With paths among them, only those are run, slow ones too.
+# the other version below too. Tests marked `slow` are left out, but with `--all`. `--vllm VERSION` runs all tests on that
+# release of vLLM, slow ones too. Other arguments go to pytest. With paths among them, only those are run, slow ones too.
 # Fuzz tests draw new examples in each run; SPECPLUS_FUZZ_SEED in the environment repeats those of an earlier one.
 # SPECPLUS_TEST_MODEL_STEPS and SPECPLUS_TEST_MODEL_SEED in the environment train another tiny model for them (270 steps
 # and seed 0 otherwise); the tests pass with any.
@@ -90,9 +90,9 @@ if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
   # The longest first.
   start v2 v2 "$version" tests/e2e/v2 "${options[@]}"
   start v1 v1 "$version" tests/e2e/v1 "${options[@]}"
+  start interpreter interpreter "$version" tests "${options[@]}"
+  start none none "$version" tests "${options[@]}"
   if [[ $version == "$installed" ]]; then
-    start interpreter interpreter "$installed" tests "${options[@]}"
-    start none none "$installed" tests "${options[@]}"
     start "v1-on-$other" v1 "$other" tests/e2e/v1 -m every_version "${options[@]}"
     start "v2-on-$other" v2 "$other" tests/e2e/v2 -m every_version "${options[@]}"
     start fuzz fuzz "$installed"
@@ -102,8 +102,8 @@ else
   ((${#v2[@]} == 0)) || start v2 v2 "$version" "${v2[@]}" "${options[@]}"
   ((${#v1[@]} == 0)) || start v1 v1 "$version" "${v1[@]}" "${options[@]}"
   if ((${#others[@]} > 0)); then
-    start interpreter interpreter "$installed" "${others[@]}" "${options[@]}"
-    start none none "$installed" "${others[@]}" "${options[@]}"
+    start interpreter interpreter "$version" "${others[@]}" "${options[@]}"
+    start none none "$version" "${others[@]}" "${options[@]}"
   fi
 fi
 while (($(jobs -p | wc -l) > 0)); do wait -n || code=1; done

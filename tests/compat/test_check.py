@@ -19,7 +19,9 @@ def copied_vllm(tmp_path: Path) -> Path:
         name = Path(*module.split(".")[1:])
         file = name / "__init__.py" if (root / name).is_dir() else name.with_suffix(".py")
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / file, tmp_path / file)
+        # Not every version has each of them, such as Medusa's.
+        if (root / file).exists():
+            shutil.copy(root / file, tmp_path / file)
     return tmp_path
 
 

@@ -6,10 +6,14 @@ from typing import Any
 import pytest
 
 from vllm_specplus.config import SpecPlusConfigError, SpecPlusOptions, resolve
+from vllm_specplus.config.stock_keys import stock_keys
 
 MTP = {"method": "mtp", "num_speculative_tokens": 4}
 HYBRID = {**MTP, "mtp_strategy": "with_ngram"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+WITH_MEDUSA = pytest.mark.skipif(
+    "medusa" not in stock_keys().methods, reason="vLLM 0.33 has neither Medusa nor speculators of `mlp_speculator`"
+)
 UNLIMITED = {"suffix_decoding_max_cached_requests": -1}
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.helpers import HYBRID, MTP, NGRAM, UNLIMITED, options, pretend_arctic, refused
+from tests.config.helpers import HYBRID, MTP, NGRAM, UNLIMITED, WITH_MEDUSA, options, pretend_arctic, refused
 from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
 
 
@@ -106,8 +106,12 @@ def test_several_wrong_values_have_a_line_each() -> None:
         ({"method": "mtp", "num_model_steps": 1}, ["num_speculative_tokens is required"]),
         ({"method": "mtp", "verify_strategy": "greedy"}, ["num_speculative_tokens is required"]),
         ({**NGRAM, "mtp_strategy": "with_ngram"}, ['method="ngram"', '"draft_model"']),
-        ({**NGRAM, "method": "mlp_speculator", "draft_strategy": "with_suffix"}, ["draft_strategy", "mtp"]),
-        ({**HYBRID, "method": "medusa"}, ["model is required", 'method="medusa"']),
+        pytest.param(
+            {**NGRAM, "method": "mlp_speculator", "draft_strategy": "with_suffix"},
+            ["draft_strategy", "mtp"],
+            marks=WITH_MEDUSA,
+        ),
+        pytest.param({**HYBRID, "method": "medusa"}, ["model is required", 'method="medusa"'], marks=WITH_MEDUSA),
         ({"method": "naive", "mtp_strategy": "with_ngram"}, ['method="naive"', "draft model"]),
         ({"num_speculative_tokens": 4, "verify_strategy": "greedy"}, ["method is required"]),
         (

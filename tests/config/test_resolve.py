@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.helpers import HYBRID, MTP, NGRAM, UNLIMITED, options, pretend_arctic
+from tests.config.helpers import HYBRID, MTP, NGRAM, UNLIMITED, WITH_MEDUSA, options, pretend_arctic
 from vllm_specplus.config import SpecPlusOptions, resolve
 from vllm_specplus.config.explain import explain
 from vllm_specplus.config.keys import CommonKeys
@@ -351,7 +351,7 @@ def test_policy_without_strategy_runs_on_target_match() -> None:
     assert kept.verify_strategy == "greedy"
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark", "medusa", "mtp", "ngram_gpu"])
+@pytest.mark.parametrize("method", ["dflash", "dspark", pytest.param("medusa", marks=WITH_MEDUSA), "mtp", "ngram_gpu"])
 def test_any_method_can_be_verified(method: str) -> None:
     config = {"method": method, "num_speculative_tokens": 3, "model": "org/m"}
     found = options({**config, "verify_strategy": "greedy"})
