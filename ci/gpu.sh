@@ -6,7 +6,7 @@
 #   bash ci/gpu.sh OUT --with DIR   on the other machine: runs all stages, and writes their results to OUT
 #   bash ci/gpu.sh OUT --dry        without a GPU: runs the stages through, tiny and under Triton's interpreter
 #
-# `--stages A,B` picks some of: kernels, verify, step, engine. `--static FILE` beside `--pack` takes along what
+# `--stages A,B` picks some of: kernels, drafting, verify, step, engine. `--static FILE` beside `--pack` takes along what
 # benchmarks/static_cost.py --json has written, to stand beside the measured times.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -15,7 +15,7 @@ from stages import run_all, stages
 from vllm_specplus.testing.tiny_model import make_random
 
 _ROOT = Path(__file__).parents[2]
-_STAGES = ("kernels", "verify", "step", "engine")
+_STAGES = ("kernels", "drafting", "verify", "step", "engine")
 
 
 def chosen_stages(text: str) -> list[str]:

@@ -1,10 +1,12 @@
-"""Gathers in one folder what a machine with a GPU lacks and cannot fetch: vLLM's Python files, wheels, the tiny model.
+"""Gathers in one folder what a machine with a GPU lacks and cannot fetch.
 
-vLLM's compiled parts are far too large to carry. ``compiled_parts.py`` takes the place of the few that are needed.
+That is vLLM's Python files, wheels, the tiny model, and launches of kernels to repeat. vLLM's compiled parts are far too
+large to carry. ``compiled_parts.py`` takes the place of the few that are needed.
 """
 
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -34,7 +36,7 @@ def pack(folder: Path, static: Path | None = None) -> int:
 
     Raises:
         PackError: it holds something, or is too large.
-        subprocess.CalledProcessError: pip cannot find a wheel.
+        subprocess.CalledProcessError: pip cannot find a wheel, or a test of the kernels fails.
     """
     if folder.exists() and any(folder.iterdir()):
         raise PackError(f"{folder} is not empty; --pack wants a new folder")
@@ -50,6 +52,7 @@ def pack(folder: Path, static: Path | None = None) -> int:
     )
     fetch(folder / "sources", "--no-binary", _FROM_SOURCE, "--no-build-isolation", _FROM_SOURCE)
     make_trained(folder / "model")
+    record_launches(folder / "launches.pickle")
     if static is not None:
         shutil.copy(static, folder / "static.json")
     (folder / "pack.json").write_text(json.dumps({"vllm": vllm_version(), "commit": commit()}) + "\n")
@@ -68,6 +71,13 @@ def add_vllm(archive: Path) -> None:
 
     with tarfile.open(archive, "w:gz") as file:
         file.add(source, "vllm", filter=wanted)
+
+
+def record_launches(file: Path) -> None:
+    """Record launches of the kernels that draft, in a process that interprets them."""
+    command = [sys.executable, str(Path(__file__).parent / "launches.py"), str(file), "--record"]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(_ROOT)}
+    subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
 
 
 def vllm_version() -> str:

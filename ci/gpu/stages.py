@@ -62,11 +62,13 @@ def stages(out: Path, packed: Path | None, site: Path, model: Path, dry: bool) -
     flags = ["--dry"] if dry else []
     step = script("ci/gpu/engines.py", "--steps", str(model), str(out / "step.json"), *flags)
     engine = script("ci/gpu/engines.py", "--speed", str(model), str(out / "engine.json"), *flags)
+    launches = str((packed or model.parent) / "launches.pickle")
     return [
-        Stage("kernels", 120.0, (script("ci/gpu/kernel_cases.py", str(out / "kernels.json"), *flags),)),
-        Stage("verify", 110.0, tuple(verify)),
-        Stage("step", 100.0, (step,)),
-        Stage("engine", 160.0, (engine,)),
+        Stage("kernels", 110.0, (script("ci/gpu/kernel_cases.py", str(out / "kernels.json"), *flags),)),
+        Stage("drafting", 40.0, (script("ci/gpu/launches.py", launches, str(out / "drafting.json"), *flags),)),
+        Stage("verify", 100.0, tuple(verify)),
+        Stage("step", 95.0, (step,)),
+        Stage("engine", 150.0, (engine,)),
     ]
 
 

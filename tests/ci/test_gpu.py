@@ -2,12 +2,16 @@
 fails is said."""
 
 import importlib.util
+import itertools
 import json
 import os
+import pickle
+import re
 import subprocess
 import sys
 import tarfile
 from argparse import Namespace
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +23,13 @@ sys.path.append(str(FOLDER))
 import configs  # noqa: E402
 import engines  # noqa: E402
 import kernel_cases  # noqa: E402
+import launches  # noqa: E402
 import pack  # noqa: E402
 import prepare  # noqa: E402
 from stages import Stage, run_all, stages  # noqa: E402
 
 MOST_SECONDS = 9 * 60
+STAGES = ("kernels", "drafting", "verify", "step", "engine")
 
 # Imports what an engine on a GPU imports. What asks for the GPU itself is answered for it.
 AS_ON_A_GPU = """
@@ -84,7 +90,7 @@ def test_the_pack_is_small_and_for_the_other_machine(packed: Path) -> None:
     assert "vllm/v1/worker/gpu/model_runner.py" in members
     assert not [name for name in members if name.endswith((".so", ".pyc"))]
     assert {path.name for path in packed.iterdir()} == {
-        *("wheels", "sources", "model", "vllm.tar.gz", "pack.json", "static.json")
+        *("wheels", "sources", "model", "launches.pickle", "vllm.tar.gz", "pack.json", "static.json")
     }
 
 
@@ -127,10 +133,12 @@ def test_every_stage_runs_through_without_a_gpu(tmp_path: Path) -> None:
     done = gpu(str(out), "--dry")
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = json.loads((out / "outcomes.json").read_text())
-    assert [(o["stage"], o["ok"]) for o in outcomes] == [(n, True) for n in ("kernels", "verify", "step", "engine")]
+    assert [(o["stage"], o["ok"]) for o in outcomes] == [(n, True) for n in STAGES]
     assert (out / "failed.txt").read_text() == "nothing failed\n"
     kernels = json.loads((out / "kernels.json").read_text())
     assert (kernels["cases"], kernels["wrong"], kernels["groups_left"]) == (kernel_cases.DRY_CASES, 0, 0)
+    drafting = json.loads((out / "drafting.json").read_text())
+    assert drafting["launches"] > drafting["wrong"] == drafting["variants_left"] == 0
     assert json.loads((out / "verify.json").read_text())["results"]
     assert (out / "verify.svg").exists()
     assert json.loads((out / "step.json").read_text())["hybrid"]["steps"]["host_us"]["execute_model"] > 0
@@ -151,7 +159,7 @@ def test_every_stage_runs_through_without_a_gpu(tmp_path: Path) -> None:
         (["out", "--with", "nowhere"], "nowhere: that is no folder that --pack made"),
         (["out", "--dry", "--static", "file"], "--static goes with --pack"),
         (["--pack", "dir", "--static", "nowhere"], "--static nowhere: there is no such file"),
-        (["out", "--dry", "--stages", "kernels,speed"], "speed; allowed: kernels, verify, step, engine"),
+        (["out", "--dry", "--stages", "kernels,speed"], "speed; allowed: kernels, drafting, verify, step, engine"),
         ([str(ROOT / "ci"), "--dry"], "is not empty; OUT is a new folder"),
     ],
 )
@@ -211,6 +219,43 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernel_cases.kernels, "verify", wrong)
     assert checker.wrong(shape).startswith("called: Shape(")
+
+
+def test_launches_of_every_kernel_that_drafts_are_packed(packed: Path) -> None:
+    """Those that verify have cases of their own."""
+    found = {(launch.module, launch.kernel) for launch in itertools.chain(*recorded(packed))}
+    folder = ROOT / "vllm_specplus" / "kernels"
+    expected = {
+        (f"vllm_specplus.kernels.{'.'.join(path.relative_to(folder).with_suffix('').parts)}", name)
+        for path in folder.rglob("*.py")
+        if path.parent.name != "verify"
+        for name in re.findall(r"^def (_\w*kernel)\(", path.read_text(), re.MULTILINE)
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_launch_that_writes_something_else_is_found(
+    is_broken: bool, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pads(positions, states, num_drafts, invalid, marks, num_rows, **options) -> None:
+        assert num_rows == len(positions)
+        marks.copy_(positions > num_drafts[states.long()])
+        if invalid is not None:
+            marks |= invalid
+        marks[-1] ^= is_broken
+
+    chosen = [each for each in recorded(packed) if each[0].kernel == "_padding_kernel"]
+    assert chosen
+    for each in chosen:
+        monkeypatch.setattr(f"{each[0].module}.{each[0].kernel}", defaultdict(lambda: pads))
+        result = launches.repeat((each, "cpu"))
+        assert result["launches"] == len(each)
+        assert result["wrong"] == (len(each) if is_broken else 0)
+
+
+def recorded(packed: Path) -> list[list[launches.Launch]]:
+    return pickle.loads((packed / "launches.pickle").read_bytes())
 
 
 @pytest.mark.parametrize(

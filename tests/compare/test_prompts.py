@@ -58,10 +58,11 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workloads_have_prompts_with_names_of_their_own(name: str) -> None:
     prompts = workload(name)
+    edits = {prompt.name for prompt in workload("edit")}
     assert len({prompt.name for prompt in prompts}) == len(prompts) >= 8
     for prompt in prompts:
         assert bool(prompt.text) != bool(prompt.messages)
-        assert bool(prompt.reference) == (name == "edit")
+        assert bool(prompt.reference) == (prompt.name in edits)
 
 
 def test_edits_change_a_name_that_the_function_has() -> None:

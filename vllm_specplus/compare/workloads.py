@@ -97,6 +97,11 @@ def _prose() -> list[Prompt]:
     return [Prompt(name, text) for name, text in _OPENINGS.items()]
 
 
+def _mixed() -> list[Prompt]:
+    first, second, *_ = zip(_chat(), _edit(), _json(), _code(), _prose(), strict=True)
+    return [*first, *second]
+
+
 def _question(name: str, question: str, reference: str = "") -> Prompt:
     return Prompt(name, messages=({"role": "user", "content": question},), reference=reference)
 
@@ -107,5 +112,7 @@ WORKLOADS: dict[str, Callable[[], list[Prompt]]] = {
     "json": _json,
     "code": _code,
     "prose": _prose,
+    "mixed": _mixed,
 }
-"""``code`` and ``prose`` are continued; the others are asked. ``edit`` brings the old text as a reference."""
+"""``code`` and ``prose`` are continued; the others are asked. ``edit`` brings the old text as a reference. ``mixed`` has
+two of each."""
