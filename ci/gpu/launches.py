@@ -1,4 +1,4 @@
-"""Launches of the kernels that draft: recorded under Triton's interpreter, then repeated by compiled code on the device.
+"""Launches of the kernels that draft: recorded under Triton's interpreter, and repeated by compiled code on the device.
 
     python ci/gpu/launches.py FILE --record     where there is no GPU
     python ci/gpu/launches.py FILE JSON [--dry]
@@ -11,6 +11,7 @@ import argparse
 import copy
 import importlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,6 +29,11 @@ _PACKAGE = "vllm_specplus.kernels."
 _TESTS = (
     *("test_counts.py", "test_drafts.py", "test_inputs.py", "test_ngram.py"),
     *("arbiter/test_arbiter.py", "arbiter/test_offers.py"),
+)
+# For `pytest -k`. Left out are tests that draw hundreds of cases, since others launch the same kernels.
+_ALL, _FEW = (
+    "not compile and not proposers and not models_drafts_and and not equals_the_specification",
+    "prefer or padding",
 )
 # Of one kernel, and of one variant: what the compiler makes one piece of machine code for.
 MOST_VARIANTS, MOST_LAUNCHES = 12, 8
@@ -116,18 +122,24 @@ def record(file: Path, which: str) -> None:
     )
     if code != 0:
         raise RuntimeError(f"the tests of the kernels exited with {int(code)}")
-    file.write_bytes(pickle.dumps(recorder.launches()))
+    # Plain tuples, since a script's classes have another name where it is imported.
+    file.write_bytes(pickle.dumps([[tuple(launch) for launch in each] for each in recorder.launches()]))
+
+
+def read(file: Path) -> list[list[Launch]]:
+    """The launches of each variant that `record` has written."""
+    return [[Launch(*launch) for launch in each] for each in pickle.loads(file.read_bytes())]
 
 
 def repeat(job: tuple[list[Launch], str]) -> dict[str, Any]:
     """Repeat the launches of a variant on a device; `first_wrong` tells of the first that fails."""
     launches, device = job
-    wrong = []
+    wrong: list[str] = []
     for launch in launches:
         try:
             (args, kwargs), expected = torch.load(io.BytesIO(launch.arguments), device, weights_only=False)
             getattr(importlib.import_module(launch.module), launch.kernel)[launch.grid](*args, **kwargs)
-            wrong += [text for text in differences((args, kwargs), expected)][:1]
+            wrong += itertools.islice(differences((args, kwargs), expected), 1)
         except Exception as error:
             # Also what a compiler or a driver raises is the result of this launch, and the others go on.
             wrong.append(f"{type(error).__name__}: {str(error)[:400]}")
@@ -143,8 +155,8 @@ def differences(found: Any, expected: Any, where: str = "") -> Iterator[str]:
             yield f"{where}: {found.tolist()} is not {expected.tolist()}"[:400]
     elif isinstance(expected, tuple | list):
         names = getattr(expected, "_fields", range(len(expected)))
-        for name, *both in zip(names, found, expected, strict=True):
-            yield from differences(*both, f"{where}.{name}")
+        for name, one, other in zip(names, found, expected, strict=True):
+            yield from differences(one, other, f"{where}.{name}")
     elif isinstance(expected, dict):
         for name in expected:
             yield from differences(found[name], expected[name], f"{where}.{name}")
@@ -170,10 +182,10 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="record a few, and repeat them under the interpreter")
     args = parser.parse_args()
     if args.record or args.dry:
-        record(args.file, "prefer or padding" if args.dry else "not compile")
+        record(args.file, _FEW if args.dry else _ALL)
     if args.json is None:
         return 0
-    variants = pickle.loads(args.file.read_bytes())
+    variants = read(args.file)
     results: list[dict[str, Any]] = []
     for result in repeat_all(variants, "cpu" if args.dry else "cuda"):
         results.append(result)

@@ -1,7 +1,7 @@
 """Gathers in one folder what a machine with a GPU lacks and cannot fetch.
 
-That is vLLM's Python files, wheels, the tiny model, and launches of kernels to repeat. vLLM's compiled parts are far too
-large to carry. ``compiled_parts.py`` takes the place of the few that are needed.
+That is vLLM's Python files, wheels, the tiny model, and launches of kernels to repeat. vLLM's compiled parts are far
+too large to carry. ``compiled_parts.py`` takes the place of the few that are needed.
 """
 
 import importlib.metadata

@@ -5,7 +5,6 @@ import importlib.util
 import itertools
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -255,7 +254,7 @@ def test_a_launch_that_writes_something_else_is_found(
 
 
 def recorded(packed: Path) -> list[list[launches.Launch]]:
-    return pickle.loads((packed / "launches.pickle").read_bytes())
+    return launches.read(packed / "launches.pickle")
 
 
 @pytest.mark.parametrize(
@@ -287,6 +286,6 @@ def test_launches_are_held_to_their_goal() -> None:
     steps = {"mtp": {"steps": {"launches_per_step": 20.0, "copies_per_step": 3.0}}, "none": {"texts": []}}
     assert engines.beyond("hybrid", steps) == {}
     assert engines.beyond("mtp", steps) == {}
-    for launches, met in ((23.0, True), (25.0, False)):
-        steps["hybrid"] = {"steps": {"launches_per_step": launches, "copies_per_step": 4.0}}
-        assert engines.beyond("hybrid", steps) == {"beyond": launches - 19, "most_beyond": 4, "met": met}
+    for number, met in ((23.0, True), (25.0, False)):
+        steps["hybrid"] = {"steps": {"launches_per_step": number, "copies_per_step": 4.0}}
+        assert engines.beyond("hybrid", steps) == {"beyond": number - 19, "most_beyond": 4, "met": met}
