@@ -75,6 +75,21 @@ use() (
     python "$root/examples/offline_hybrid.py" "$work/tiny"
 )
 
+# README's server and its clients.
+serve() (
+  enter
+  cd "$work/elsewhere"
+  VLLM_PLUGINS=specplus bash "$root/examples/serve_hybrid.sh" "$work/tiny" &>served &
+  server=$!
+  trap 'kill $server; wait $server || true' EXIT
+  for ((i = 0; i < 300; i++)); do
+    grep -q "Application startup complete" served && break
+    kill -0 $server || { cat served && exit 1; }
+    sleep 1
+  done
+  python "$root/examples/openai_client.py" && python "$root/examples/predicted_output.py"
+)
+
 # Where the index has no CPU build of torch for a Python: vLLM's files alone, which `check` reads.
 try_without_torch() (
   rm -rf "$work/environment" &&
@@ -132,6 +147,7 @@ for python in "${pythons[@]}"; do
   step "$python: installs vLLM" make_environment "$python"
   step "$python: installs the wheel" add "$wheel"
   step "$python: uses it" use
+  step "$python: serves with it" serve
   step "$python: installs the extras" add_extras
   step "$python: uses it again" use
   step "$python: uses the extras" use_extras
