@@ -113,7 +113,7 @@ use_extras() (
       --config '{"method": "suffix", "num_speculative_tokens": 4}' \
       --config '{"method": "mtp", "num_speculative_tokens": 4, "mtp_strategy": "with_suffix"}' &&
     ls compared/*.png &&
-    python -c 'import gguf, jsonref, ray.data, ray.serve'
+    python -c 'import gguf, jsonref, ray.data.llm, ray.serve.llm'
 )
 
 run_dockerfile() (

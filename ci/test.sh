@@ -17,7 +17,7 @@ if [[ ${1:-} == --vllm ]]; then
   version=${2:?--vllm needs a version, such as $installed or $other}
   fast=
   shift 2
-  [[ $version =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?$ ]] || fail "--vllm $version is not allowed: a release, such as $other or $other.0"
+  [[ $version =~ ^[0-9]+(\.[0-9]+){1,3}(\.post[0-9]+)?$ ]] || fail "--vllm $version is not allowed: a release, such as $other or $other.0"
   [[ $version != *.*.0 ]] || version=${version%.0}
   [[ $version == "$installed" ]] || other=$version
 fi

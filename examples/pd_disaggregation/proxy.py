@@ -34,6 +34,13 @@ PLACE = "kv_transfer_params"
 OF_A_CONNECTION = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding")
 # What a web server logs of a client that has left.
 CLIENT_LEFT = 499
+# The system asks a silent server's machine for a sign of life, from the 15th second on, and gives it up after 15 more.
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 # How long the proxy, once told to end, waits for answers that are on their way.
 STOP_SECONDS = 10
 
@@ -54,21 +61,24 @@ def main() -> None:
 
 def run(prefill_address: str, decode_address: str, listener: socket.socket) -> None:
     """Answer what comes to a socket until a signal ends the process."""
-    # A completion may take any time. A connection that is idle for 5 s is closed by the server, so the proxy is faster.
-    limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
-    ways = {"timeout": httpx.Timeout(None, connect=10), "limits": limits}
 
     async def serve() -> None:
-        async with (
-            httpx.AsyncClient(base_url=prefill_address, **ways) as prefill,
-            httpx.AsyncClient(base_url=decode_address, **ways) as decode,
-        ):
+        async with client_of(prefill_address) as prefill, client_of(decode_address) as decode:
             app = create_app(prefill, decode)
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=STOP_SECONDS)
             await uvicorn.Server(config).serve([listener])
 
     with listener:
         asyncio.run(serve())
+
+
+def client_of(address: str) -> httpx.AsyncClient:
+    """A client of one server. It notices within half a minute that the server's machine is gone."""
+    # A connection that is idle for 5 s is closed by the server, so the proxy is faster.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
+    transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEP_ALIVE)
+    # A completion may take any time.
+    return httpx.AsyncClient(base_url=address, transport=transport, timeout=httpx.Timeout(None, connect=10))
 
 
 def create_app(prefill: httpx.AsyncClient, decode: httpx.AsyncClient) -> Starlette:

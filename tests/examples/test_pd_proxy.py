@@ -15,7 +15,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "pd_disaggregation"
 sys.path.append(str(FOLDER))
-from proxy import PLACE, create_app, prefill_body  # noqa: E402
+from proxy import KEEP_ALIVE, PLACE, client_of, create_app, prefill_body  # noqa: E402
 
 Respond = Callable[[httpx.Request], httpx.Response | Awaitable[httpx.Response]]
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -269,3 +269,20 @@ def test_the_proxy_alone(taken: str) -> None:
     got = script("proxy.py", "--prefill", "http://a:1", "--decode", "http://b:1", "--port", taken)
     assert (got.returncode, got.stdout) == (1, "")
     assert got.stderr.startswith(f"--host 127.0.0.1 --port {taken} is not allowed")
+
+
+def test_a_machine_that_is_gone_is_noticed() -> None:
+    """A cut network cannot be had here: the connection has the system's options, which make it fail."""
+
+    async def options() -> list[int]:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, client_of(f"http://127.0.0.1:{port}") as client, client.stream("GET", "/") as response:
+            connection = response.extensions["network_stream"].get_extra_info("socket")
+            return [connection.getsockopt(level, option) for level, option, _ in KEEP_ALIVE]
+
+    assert asyncio.run(options()) == [value for _, _, value in KEEP_ALIVE]

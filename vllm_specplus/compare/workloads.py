@@ -114,5 +114,5 @@ WORKLOADS: dict[str, Callable[[], list[Prompt]]] = {
     "prose": _prose,
     "mixed": _mixed,
 }
-"""``code`` and ``prose`` are continued; the others are asked. ``edit`` brings the old text as a reference. ``mixed`` has
-two of each."""
+"""``code`` and ``prose`` are continued; the others are asked. ``edit`` brings the old text as a reference. ``mixed``
+has two of each."""

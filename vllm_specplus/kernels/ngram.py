@@ -123,7 +123,7 @@ def fill_drafts(
     if match_override_len < 0:
         raise ValueError(f"match_override_len={match_override_len} must be 0 (off) or more")
 
-    num_splits, most_splits, _ = split_text(max_len, longest)
+    most_splits = split_text(max_len)[1]
     shape = num_reqs, most_splits, 2
     if scratch is None:
         scratch = torch.empty(shape, dtype=torch.int64, device=drafts.device)
@@ -135,76 +135,103 @@ def fill_drafts(
     check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
     if scratch.dtype != torch.int64 or not scratch.is_contiguous() or scratch.numel() < math.prod(shape):
         raise ValueError(f"scratch must be contiguous int64 of at least {shape}, got {describe(scratch)}")
-    counts = make_counts(num_reqs, drafts.device)
-    if num_reqs:
-        _launch(
-            Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping),
+    search = NgramSearch(
+        token_ids,
+        num_tokens,
+        by_state,
+        scratch,
+        width=width,
+        ngram_sizes=(min_ngram_size, max_ngram_size),
+        match_override_len=match_override_len,
+        takes_first=takes_first,
+    )
+    return search.fill(idx_mapping, drafts, model_drafts, limits, longest)
+
+
+class NgramSearch:
+    """What `fill_drafts` does, for many steps with the same texts: made once, it checks nothing in a step.
+
+    Arguments are those of `fill_drafts`. `scratch` fits the most requests of a step; None = a new tensor, for a step of
+    as many requests as `token_ids` has rows.
+    """
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        num_tokens: torch.Tensor,
+        by_state: DraftCounts,
+        scratch: torch.Tensor | None = None,
+        *,
+        width: int,
+        ngram_sizes: tuple[int, int],
+        match_override_len: int,
+        takes_first: bool,
+    ):
+        max_num_reqs, self._max_len = token_ids.shape
+        self._most_splits = split_text(self._max_len)[1]
+        if scratch is None:
+            scratch = torch.empty(max_num_reqs, self._most_splits, 2, dtype=torch.int64, device=token_ids.device)
+        self._token_ids, self._stride, self._num_tokens = token_ids, token_ids.stride(0), num_tokens
+        self._by_state, self._scratch = by_state, scratch
+        self._width, self._ngram_sizes = width, ngram_sizes
+        self._override_len, self._takes_first = match_override_len, takes_first
+        self._constants: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
+
+    def fill(
+        self,
+        idx_mapping: torch.Tensor,
+        drafts: torch.Tensor,
+        model_drafts: torch.Tensor,
+        limits: Limits,
+        longest: int | None,
+    ) -> DraftCounts:
+        """Fill the slots of a step; see `fill_drafts`."""
+        num_reqs, num_steps = model_drafts.shape
+        counts = make_counts(num_reqs, self._token_ids.device)
+        if not num_reqs:
+            return counts
+        if num_steps not in self._constants:
+            self._constants[num_steps] = self._constants_of(num_steps)
+        for_search, for_fill = self._constants[num_steps]
+        num_splits = split_text(self._max_len, longest)[0]
+        texts = Texts(self._token_ids, self._stride, self._max_len, self._num_tokens, idx_mapping)
+        model_stride = model_drafts.stride(0)
+        _search_kernel[(num_reqs, num_splits)](
+            texts, limits, model_drafts, model_stride, self._scratch, num_splits, **for_search
+        )
+        _fill_kernel[(num_reqs,)](
+            texts,
             limits,
             model_drafts,
-            drafts,
-            scratch,
+            model_stride,
+            Drafts(drafts, drafts.stride(0)),
+            self._scratch,
             counts,
-            by_state,
-            num_splits=num_splits,
-            most_splits=most_splits,
-            ngram_sizes=(min_ngram_size, max_ngram_size),
-            # Without model steps both matches are the same.
-            override_len=match_override_len if num_steps else 0,
-            takes_first=takes_first,
+            self._by_state,
+            num_splits,
+            **for_fill,
         )
-    return counts
+        return counts
 
-
-def _launch(
-    texts: Texts,
-    limits: Limits,
-    model_drafts: torch.Tensor,
-    drafts: torch.Tensor,
-    scratch: torch.Tensor,
-    counts: DraftCounts,
-    by_state: DraftCounts,
-    *,
-    num_splits: int,
-    most_splits: int,
-    ngram_sizes: tuple[int, int],
-    override_len: int,
-    takes_first: bool,
-) -> None:
-    num_reqs, width = drafts.shape
-    same = {
-        "WIDTH": width,
-        "NUM_STEPS": model_drafts.shape[1],
-        "OVERRIDE_LEN": override_len,
-        "TAKES_FIRST": takes_first,
-        "BLOCK": _BLOCK,
-    }
-    _search_kernel[(num_reqs, num_splits)](
-        texts,
-        limits,
-        model_drafts,
-        model_drafts.stride(0),
-        scratch,
-        num_splits,
-        MIN_SIZE=ngram_sizes[0],
-        MAX_SIZE=ngram_sizes[1],
-        **same,
-    )
-    _fill_kernel[(num_reqs,)](
-        texts,
-        limits,
-        model_drafts,
-        model_drafts.stride(0),
-        Drafts(drafts, drafts.stride(0)),
-        scratch,
-        counts,
-        by_state,
-        num_splits,
-        BLOCK_WIDTH=next_power_of_2(width),
-        BLOCK_SPLITS=next_power_of_2(most_splits),
-        BLOCK_OVERRIDE=next_power_of_2(max(override_len, 1)),
-        num_warps=1,
-        **same,
-    )
+    def _constants_of(self, num_steps: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Of both kernels, for a number of model steps."""
+        # Without model steps both matches are the same.
+        override_len = self._override_len if num_steps else 0
+        both = {
+            "WIDTH": self._width,
+            "NUM_STEPS": num_steps,
+            "OVERRIDE_LEN": override_len,
+            "TAKES_FIRST": self._takes_first,
+            "BLOCK": _BLOCK,
+        }
+        for_search = {"MIN_SIZE": self._ngram_sizes[0], "MAX_SIZE": self._ngram_sizes[1]}
+        for_fill = {
+            "BLOCK_WIDTH": next_power_of_2(self._width),
+            "BLOCK_SPLITS": next_power_of_2(self._most_splits),
+            "BLOCK_OVERRIDE": next_power_of_2(max(override_len, 1)),
+            "num_warps": 1,
+        }
+        return both | for_search, both | for_fill
 
 
 @triton.jit

@@ -20,11 +20,12 @@ from tests.e2e.faults import (
 )
 from tests.e2e.references import ask, config_of, stats
 from tests.e2e.v2.engines import async_engine
+from vllm_specplus.kernels.ngram import NgramSearch
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.proposers.suffix import SuffixMatcher
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 from vllm_specplus.runners.step_prices import StepPrices
-from vllm_specplus.runners.v2 import adaptive, fillers
+from vllm_specplus.runners.v2 import adaptive
 from vllm_specplus.runners.v2 import requests as v2_requests
 from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
 from vllm_specplus.runners.v2.fillers import ReferencesFirst
@@ -115,7 +116,7 @@ def test_any_other_fault_costs_the_batch_its_drafts_or_its_counts(
         places["requests"] += [(StepPrices, "begin_step")]
     else:
         places["drafting"] += [
-            (fillers, "fill_drafts"),
+            (NgramSearch, "fill"),
             (ReferencesFirst, "fill"),
             (RequestTracker, "put_references_first"),
         ]

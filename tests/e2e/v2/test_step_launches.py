@@ -22,9 +22,9 @@ import vllm_specplus
 from tests.e2e.engines import Engine, engine, speculative
 from tests.e2e.references import ask
 from tests.e2e.v2.engines import FEW, async_engine
+from vllm_specplus.kernels.ngram import NgramSearch
 from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.runners.step_prices import StepPrices
-from vllm_specplus.runners.v2 import fillers
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
 
 pytestmark = pytest.mark.interpreter
@@ -160,13 +160,13 @@ def test_the_host_knows_a_bound_of_the_texts_that_are_searched(
     trained: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes the drafts of two steps for accepted, as the host does not know yet how they fared."""
-    found, fill_drafts = [], fillers.fill_drafts
+    found, fill = [], NgramSearch.fill
 
-    def note(token_ids: Any, num_tokens: Any, idx_mapping: Any, *args: Any, longest: int, **options: Any) -> Any:
-        found.append((longest, int(num_tokens[idx_mapping].max()) + args[1].shape[1]))
-        return fill_drafts(token_ids, num_tokens, idx_mapping, *args, longest=longest, **options)
+    def note(self: Any, idx_mapping: Any, drafts: Any, model_drafts: Any, limits: Any, longest: int) -> Any:
+        found.append((longest, int(self._num_tokens[idx_mapping].max()) + model_drafts.shape[1]))
+        return fill(self, idx_mapping, drafts, model_drafts, limits, longest)
 
-    monkeypatch.setattr(fillers, "fill_drafts", note)
+    monkeypatch.setattr(NgramSearch, "fill", note)
     with async_engine(trained, speculative("mtp_ngram", draft)) as e:
         ask(e, FEW[:1], [{}], max_tokens=12, ignore_eos=True)
     assert len(found) > 2

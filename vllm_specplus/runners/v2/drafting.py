@@ -179,7 +179,7 @@ class Drafting:
             )
         filler: SlotFiller = EmptyFiller(self.counts)
         if options.matches_ngrams:
-            filler = NgramFiller(options, req_states, self.counts)
+            filler = NgramFiller(options, req_states, self.counts, self.width)
         elif options.matches_suffixes:
             filler = SuffixFiller(options, req_states, self._copier, self.requests.scopes, self._faults, self.counts)
         return ReferencesFirst(filler, self.requests)

@@ -7,7 +7,7 @@ import torch
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels.drafts import DraftCounts, Limits, place_drafts
-from vllm_specplus.kernels.ngram import fill_drafts
+from vllm_specplus.kernels.ngram import NgramSearch, check_search
 from vllm_specplus.runners.v2.host_tokens import Arrival
 from vllm_specplus.runners.v2.requests import RequestTracker
 
@@ -101,10 +101,18 @@ def longest_text(input_batch: Any) -> int:
 class NgramFiller(SlotFiller):
     """Matches n-grams of a request's own text on the device."""
 
-    def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState", by_state: DraftCounts):
-        self._options = options
-        self._req_states = req_states
-        self._by_state = by_state
+    def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState", by_state: DraftCounts, width: int):
+        token_ids = req_states.all_token_ids.gpu
+        check_search(options.min_ngram_size, options.max_ngram_size, token_ids.shape[1], width)
+        self._search = NgramSearch(
+            token_ids,
+            req_states.total_len.gpu,
+            by_state,
+            width=width,
+            ngram_sizes=(options.min_ngram_size, options.max_ngram_size),
+            match_override_len=options.match_override_len,
+            takes_first=options.ngram_match_order == "first",
+        )
 
     def fill(
         self,
@@ -115,20 +123,8 @@ class NgramFiller(SlotFiller):
         arrival: Arrival | None,
     ) -> DraftCounts:
         """See `SlotFiller.fill`."""
-        return fill_drafts(
-            self._req_states.all_token_ids.gpu,
-            self._req_states.total_len.gpu,
-            input_batch.idx_mapping,
-            drafts,
-            model_drafts,
-            limits,
-            self._by_state,
-            min_ngram_size=self._options.min_ngram_size,
-            max_ngram_size=self._options.max_ngram_size,
-            match_override_len=self._options.match_override_len,
-            takes_first=self._options.ngram_match_order == "first",
-            longest=longest_text(input_batch) + model_drafts.shape[1],
-        )
+        longest = longest_text(input_batch) + model_drafts.shape[1]
+        return self._search.fill(input_batch.idx_mapping, drafts, model_drafts, limits, longest)
 
 
 class EmptyFiller(SlotFiller):
