@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from vllm_specplus.config import SpecPlusOptions
@@ -95,7 +96,7 @@ class SlotFiller(Protocol):
 
 def longest_text(input_batch: Any) -> int:
     """The most tokens that a request may have with those of this step: a bound that vLLM keeps on the host."""
-    return int(input_batch.seq_lens_cpu_upper_bound.numpy().max()) + 1
+    return int(np.maximum.reduce(input_batch.seq_lens_cpu_upper_bound.numpy())) + 1
 
 
 class NgramFiller(SlotFiller):
