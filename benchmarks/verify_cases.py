@@ -59,6 +59,14 @@ SETTINGS = {
 }
 
 
+# Goals: a whole step at most takes as long as this many reads of the logits, by strategy and setting.
+MOST_READS = {
+    "rejection": {"greedy": 1.2, "T=0.8": 1.6, "top-p": 2.5, "top-p+top-k": 2.8},
+    "topp": {"greedy": 1.2, "T=0.8": 1.6, "top-p": 2.5, "top-p+top-k": 2.8},
+    "target_match": {"greedy": 1.2, "T=0.8": 3.3, "top-p": 3.6, "top-p+top-k": 3.8},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One batch: every request has `num_drafts` drafts and so `num_drafts + 1` rows."""

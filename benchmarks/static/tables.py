@@ -8,14 +8,9 @@ from rich.table import Table
 from static.machine import MACHINE, assumptions
 from static.model import LaunchCost, StepCost
 from static.steps import DRAFTS, MANY_DRAFTS, ROWS, STRATEGIES, VLLM, Shape
-from verify_cases import SETTINGS
+from verify_cases import MOST_READS, SETTINGS
 
 HEAD = "static estimate"
-# Times the floor, at most; of the slowest request, and of the worse of both kinds of rows.
-FLOORS = {
-    ("rejection", "topp"): {"greedy": 1.2, "T=0.8": 1.6, "top-p": 2.5, "top-p+top-k": 2.8},
-    ("target_match",): {"greedy": 1.2, "T=0.8": 3.3, "top-p": 3.6, "top-p+top-k": 3.8},
-}
 LEAST_SPEEDUP = 5.0  # over vLLM's path, where filters apply
 MOST_JUDGE_US = 5.0  # of the narrow kernels at 16 drafts
 MOST_PATH_US = 100.0  # of any program of a narrow kernel, whatever the row and the setting
@@ -38,11 +33,12 @@ class Goal:
 def goals(costs: list[StepCost]) -> Iterator[Goal]:
     """The goals, as far as the steps that were estimated tell."""
     of_rows = [cost for cost in costs if cost.step.rows in ROWS]
-    for methods, limits in FLOORS.items():
-        for method, setting in ((method, setting) for method in methods for setting in limits):
+    for method, limits in MOST_READS.items():
+        for setting, limit in limits.items():
+            # Of the slowest request, and of the worse of both kinds of rows.
             found = [cost for cost in of_rows if _stands_for(cost, method, setting)]
             if found:
-                yield Goal(f"{method}, {setting}: times the floor", limits[setting], max(map(_ratio, found)))
+                yield Goal(f"{method}, {setting}: times the floor", limit, max(map(_ratio, found)))
     peers = {(cost.step.setting, cost.step.rows): cost.us for cost in of_rows if cost.step.method == VLLM}
     for method in STRATEGIES:
         for setting in (name for name, setting in SETTINGS.items() if setting.top_p is not None):

@@ -57,6 +57,19 @@ def tiny(tmp_path_factory):
     return folder, done.stdout
 
 
+def test_each_strategy_is_held_to_its_own_goal() -> None:
+    cell = verify.Cell("flat", "top-p", *verify.GOAL_SIZE)
+    results = [verify.Result(cell, name, 10.0, us, us, us) for name, us in (("ours", 26.0), ("target_match", 26.0))]
+    results.append(verify.Result(cell, "vLLM", 10.0, 130.0, 130.0, 130.0))
+    found = {goal["name"]: (goal["value"], goal["limit"], goal["met"]) for goal in verify.goals(results)}
+    assert found == {
+        "ours / floor, top-p, flat": (2.6, 2.5, False),
+        "target_match / floor, top-p, flat": (2.6, 3.6, True),
+        "vLLM / ours, top-p, flat": (5.0, 5.0, True),
+        "vLLM / target_match, top-p, flat": (5.0, 5.0, True),
+    }
+
+
 def test_every_method_is_checked_and_timed_or_says_why_not(tiny):
     folder, printed = tiny
     report = json.loads((folder / "report.json").read_text())
