@@ -8,8 +8,6 @@ Cases are made and judged by ``tests/verify/cases.py``. Outputs and scratch are 
 
 import argparse
 import json
-import multiprocessing
-import os
 import random
 import sys
 import time
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jobs import run_jobs
 
 from tests.verify.cases import ROW_KINDS, Shape, assert_same, make_case
 from vllm_specplus.kernels.verify import Workspace
@@ -33,7 +32,6 @@ MAX_ROWS, MAX_REQS = 8, 3
 SMALL_BLOCK = 512
 _FILTERS = ((), ("top_p",), ("top_p", "top_k"), ("min_p", "top_k", "top_p"))
 _SIZES = ("BLOCK_SIZE", "TILE_SIZE", "SCAN_SIZE", "LIST_SIZE")
-_BUSY = 2  # processors that are left to this process and the system
 
 
 @dataclass(frozen=True)
@@ -159,16 +157,6 @@ def check_group(job: tuple[int, Group, int, str]) -> dict[str, Any]:
     return asdict(group) | {"cases": count, "wrong": len(wrong), "first_wrong": wrong[:3], "seconds": seconds}
 
 
-def check_all(jobs: list[tuple[int, Group, int, str]]) -> Iterator[dict[str, Any]]:
-    """The results of all groups as they end; side by side on a GPU, since compiling takes longest."""
-    if jobs[0][3] == "cpu":
-        yield from map(check_group, jobs)
-        return
-    workers = max(1, (os.cpu_count() or 1) - _BUSY)
-    with multiprocessing.get_context("spawn").Pool(min(workers, len(jobs))) as pool:
-        yield from pool.imap_unordered(check_group, jobs)
-
-
 def main() -> int:
     """Write the results as they come; 1 if a case fails."""
     parser = argparse.ArgumentParser(description="Verification kernels against the specification.")
@@ -181,7 +169,7 @@ def main() -> int:
     per_group = -(-total // len(chosen))
     jobs = [(seed, group, per_group, device) for seed, group in enumerate(chosen)]
     results = []
-    for result in check_all(jobs):
+    for result in run_jobs(check_group, jobs, device):
         results.append(result)
         done = {name: sum(r[name] for r in results) for name in ("cases", "wrong")}
         args.json.write_text(json.dumps(done | {"groups_left": len(jobs) - len(results), "groups": results}, indent=1))

@@ -13,8 +13,6 @@ import importlib
 import io
 import itertools
 import json
-import multiprocessing
-import os
 import pickle
 import random
 import sys
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jobs import run_jobs
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGE = "vllm_specplus.kernels."
@@ -31,13 +30,10 @@ _TESTS = (
     *("arbiter/test_arbiter.py", "arbiter/test_offers.py"),
 )
 # For `pytest -k`. Left out are tests that draw hundreds of cases, since others launch the same kernels.
-_ALL, _FEW = (
-    "not compile and not proposers and not models_drafts_and and not equals_the_specification",
-    "prefer or padding",
-)
+_ALL = "not compile and not proposers and not models_drafts_and and not equals_the_specification"
+_FEW = "prefer or padding"
 # Of one kernel, and of one variant: what the compiler makes one piece of machine code for.
 MOST_VARIANTS, MOST_LAUNCHES = 12, 8
-_BUSY = 2  # processors that are left to this process and the system
 
 
 class Launch(NamedTuple):
@@ -162,17 +158,6 @@ def differences(found: Any, expected: Any, where: str = "") -> Iterator[str]:
             yield from differences(found[name], expected[name], f"{where}.{name}")
 
 
-def repeat_all(variants: list[list[Launch]], device: str) -> Iterator[dict[str, Any]]:
-    """The results of all variants as they end; side by side on a GPU, since compiling takes longest."""
-    jobs = [(launches, device) for launches in variants]
-    if device == "cpu":
-        yield from map(repeat, jobs)
-        return
-    workers = max(1, (os.cpu_count() or 1) - _BUSY)
-    with multiprocessing.get_context("spawn").Pool(min(workers, len(jobs))) as pool:
-        yield from pool.imap_unordered(repeat, jobs)
-
-
 def main() -> int:
     """Record, or write the results as they come; 1 if a launch fails."""
     parser = argparse.ArgumentParser(description="Launches of the kernels that draft.")
@@ -187,7 +172,8 @@ def main() -> int:
         return 0
     variants = read(args.file)
     results: list[dict[str, Any]] = []
-    for result in repeat_all(variants, "cpu" if args.dry else "cuda"):
+    device = "cpu" if args.dry else "cuda"
+    for result in run_jobs(repeat, [(launches, device) for launches in variants], device):
         results.append(result)
         done = {name: sum(r[name] for r in results) for name in ("launches", "wrong")}
         left = len(variants) - len(results)
