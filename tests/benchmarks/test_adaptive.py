@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,21 @@ def test_a_wrong_reference_is_compared_with_no_speculation() -> None:
         ("none", 0.95, True),
         ("none", 0.95, False),
     ]
+
+
+def test_an_interrupted_run_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*args):
+        yield [result("none", 50), result(adaptive.ADAPTIVE, 60)], []
+        assert json.loads(out.read_text())["results"]
+        raise KeyboardInterrupt
+
+    out = tmp_path / "folder" / "out.json"
+    monkeypatch.setattr(adaptive, "engines", lambda *args: nullcontext({}))
+    monkeypatch.setattr(adaptive, "measure", measure)
+    assert adaptive.main(["model", "--json", str(out)]) == 1
+    report = json.loads(out.read_text())
+    assert report["wrong"] == ["interrupted"]
+    assert [row["ratio"] for row in report["goals"]] == [1.2]
+    assert "FAILED: interrupted" in capsys.readouterr().out
