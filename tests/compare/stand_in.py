@@ -36,8 +36,8 @@ class StandIn:
         self.num_runs += 1
         if self.fault == "killed" and self.num_runs == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "interrupt" and self.num_runs == 2:
-            os.kill(os.getppid(), signal.SIGINT)
+        if self.fault in signal.Signals.__members__ and self.num_runs == 2:
+            os.kill(os.getppid(), signal.Signals[self.fault])
         tokens = [list(TOKENS) for _ in order]
         if self.fault in ("other text", "near tie"):
             tokens[-1] = [5, 6, 9]

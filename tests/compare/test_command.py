@@ -78,10 +78,11 @@ def test_a_crash_is_a_row(fault: str, said: str, repeats: int, model: Path, caps
     assert results(model)["recommendation"].startswith("Use draft_model num_speculative_tokens=2")
 
 
-def test_ctrl_c_keeps_what_was_measured(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # A process that a shell has put into the background ignores it otherwise.
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_keeps_what_was_measured(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # A process that a shell has put into the background ignores Ctrl-C otherwise.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert compare(model, config(2), config(3, "interrupt"), options=("--repeat", "4")) == 130
+    assert compare(model, config(2), config(3, name), options=("--repeat", "4")) == 130
     assert "Interrupted" in capsys.readouterr().out
     data = results(model)
     assert data["interrupted"]

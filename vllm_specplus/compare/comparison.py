@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,18 +26,33 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        0; 1 if a configuration failed or gave a wrong text; 2 if the command was refused; 130 after Ctrl-C.
+        0; 1 if a configuration failed or gave a wrong text; 2 if the command was refused; 130 after Ctrl-C or SIGTERM.
     """
     try:
-        if arguments.serve:
-            return _run_served(arguments)
-        plan = _plan(arguments)
-        with _folder(arguments.out) as logs:
-            measurements, data = _measure_plan(plan, logs)
-            return _report(arguments.out, measurements, data)
+        with _interrupted_by_sigterm():
+            if arguments.serve:
+                return _run_served(arguments)
+            plan = _plan(arguments)
+            with _folder(arguments.out) as logs:
+                measurements, data = _measure_plan(plan, logs)
+                return _report(arguments.out, measurements, data)
     except RefusedError as problem:
         print(problem, file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """What was measured is kept after `kill` too, and after a batch system's end of time."""
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run_served(arguments: argparse.Namespace) -> int:

@@ -147,11 +147,12 @@ def _noting_failures(configuration: Configuration, measurements: Measurements, e
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
     """A second Ctrl-C must not leave engines behind."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Checker:
