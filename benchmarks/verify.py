@@ -33,6 +33,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ from verify_cases import BACKEND, MOST_READS, SETTINGS, Case, WrongOutputError, 
 from verify_peers import FlashInferPath, UnavailableError, find_vllm, vllm_path, vllm_version
 
 HEADLINE, VLLM = "ours", "vLLM"
-OURS = (HEADLINE, "target_match", "topp", "torch")
 STRATEGIES = {HEADLINE: "rejection", "target_match": "target_match", "topp": "topp"}
+OURS = (*STRATEGIES, "torch")
 # The table's last columns, and how their numbers are written.
 LAST_COLUMNS = {
     "GB/s": "{:,.0f}",
@@ -129,9 +130,7 @@ class OurPath:
 def methods(vllm_root: Path | str) -> dict[str, Callable[[Case], Any]]:
     """Each column's name and factory: of a case it makes an object with `run` and `check`."""
     return {
-        HEADLINE: lambda case: OurPath(case, STRATEGIES[HEADLINE], BACKEND),
-        "target_match": lambda case: OurPath(case, "target_match", BACKEND),
-        "topp": lambda case: OurPath(case, "topp", BACKEND),
+        **{name: partial(OurPath, strategy=strategy, backend=BACKEND) for name, strategy in STRATEGIES.items()},
         VLLM: vllm_path(vllm_root),
         "FlashInfer chain": lambda case: FlashInferPath(case, chain=True),
         "FlashInfer rows": lambda case: FlashInferPath(case, chain=False),

@@ -116,25 +116,11 @@ def fill_drafts(
         ValueError: a size out of range, or a tensor of another shape, dtype or layout.
     """
     num_reqs, width = drafts.shape
-    max_len, num_steps = token_ids.shape[1], model_drafts.shape[1]
-    if model_drafts.shape[0] != num_reqs or num_steps > width or width < 1:
+    if model_drafts.shape[0] != num_reqs or model_drafts.shape[1] > width or width < 1:
         raise ValueError(f"model_drafts must be [{num_reqs}, <= {width}], got {describe(model_drafts)}")
-    check_search(min_ngram_size, max_ngram_size, max_len, width)
-    if match_override_len < 0:
-        raise ValueError(f"match_override_len={match_override_len} must be 0 (off) or more")
-
-    most_splits = split_text(max_len)[1]
-    shape = num_reqs, most_splits, 2
+    shape = num_reqs, split_text(token_ids.shape[1])[1], 2
     if scratch is None:
         scratch = torch.empty(shape, dtype=torch.int64, device=drafts.device)
-    check_rows("token_ids", token_ids, torch.int32)
-    check_rows("drafts", drafts, torch.int64)
-    check_rows("model_drafts", model_drafts, torch.int64)
-    check_vector("num_tokens", num_tokens, token_ids.shape[0], torch.int32)
-    check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
-    if scratch.dtype != torch.int64 or not scratch.is_contiguous() or scratch.numel() < math.prod(shape):
-        raise ValueError(f"scratch must be contiguous int64 of at least {shape}, got {describe(scratch)}")
     search = NgramSearch(
         token_ids,
         num_tokens,
@@ -145,14 +131,23 @@ def fill_drafts(
         match_override_len=match_override_len,
         takes_first=takes_first,
     )
+    check_rows("drafts", drafts, torch.int64)
+    check_rows("model_drafts", model_drafts, torch.int64)
+    check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
+    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
+    if scratch.dtype != torch.int64 or not scratch.is_contiguous() or scratch.numel() < math.prod(shape):
+        raise ValueError(f"scratch must be contiguous int64 of at least {shape}, got {describe(scratch)}")
     return search.fill(idx_mapping, drafts, model_drafts, limits, longest)
 
 
 class NgramSearch:
-    """What `fill_drafts` does, for many steps with the same texts: made once, it checks nothing in a step.
+    """What `fill_drafts` does, for many steps with the same texts: it checks when it is made, and nothing in a step.
 
     Arguments are those of `fill_drafts`. `scratch` fits the most requests of a step; None = a new tensor, for a step of
     as many requests as `token_ids` has rows.
+
+    Raises:
+        ValueError: a size out of range, or texts of another shape, dtype or layout.
     """
 
     def __init__(
@@ -168,6 +163,11 @@ class NgramSearch:
         takes_first: bool,
     ):
         max_num_reqs, self._max_len = token_ids.shape
+        check_search(*ngram_sizes, self._max_len, width)
+        if match_override_len < 0:
+            raise ValueError(f"match_override_len={match_override_len} must be 0 (off) or more")
+        check_rows("token_ids", token_ids, torch.int32)
+        check_vector("num_tokens", num_tokens, max_num_reqs, torch.int32)
         self._most_splits = split_text(self._max_len)[1]
         if scratch is None:
             scratch = torch.empty(max_num_reqs, self._most_splits, 2, dtype=torch.int64, device=token_ids.device)

@@ -3,12 +3,11 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels.drafts import DraftCounts, Limits, place_drafts
-from vllm_specplus.kernels.ngram import NgramSearch, check_search
+from vllm_specplus.kernels.ngram import NgramSearch
 from vllm_specplus.runners.v2.host_tokens import Arrival
 from vllm_specplus.runners.v2.requests import RequestTracker
 
@@ -96,17 +95,15 @@ class SlotFiller(Protocol):
 
 def longest_text(input_batch: Any) -> int:
     """The most tokens that a request may have with those of this step: a bound that vLLM keeps on the host."""
-    return int(np.maximum.reduce(input_batch.seq_lens_cpu_upper_bound.numpy())) + 1
+    return int(input_batch.seq_lens_cpu_upper_bound.numpy().max()) + 1
 
 
 class NgramFiller(SlotFiller):
     """Matches n-grams of a request's own text on the device."""
 
     def __init__(self, options: SpecPlusOptions, req_states: "FollowedRequestState", by_state: DraftCounts, width: int):
-        token_ids = req_states.all_token_ids.gpu
-        check_search(options.min_ngram_size, options.max_ngram_size, token_ids.shape[1], width)
         self._search = NgramSearch(
-            token_ids,
+            req_states.all_token_ids.gpu,
             req_states.total_len.gpu,
             by_state,
             width=width,
