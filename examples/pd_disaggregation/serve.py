@@ -51,9 +51,10 @@ def main() -> None:
         )
     args, options = parser.parse_known_args()
 
-    # The servers are stopped on the way out.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda caught, _: sys.exit(128 + caught))
+    # The servers are stopped on the way out. uvicorn ends the proxy at SIGTERM, but knows nothing of SIGHUP: an
+    # exception raised for it in a request's task would be caught there, and the proxy would go on.
+    signal.signal(signal.SIGTERM, lambda caught, _: sys.exit(128 + caught))
+    signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     with ExitStack() as running:
         listener = running.enter_context(_listener(args))
         shared = args.shared_folder or running.enter_context(tempfile.TemporaryDirectory())

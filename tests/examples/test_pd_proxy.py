@@ -1,7 +1,10 @@
 """The proxy of disaggregated prefill; both servers are stand-ins."""
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -286,3 +289,62 @@ def test_a_machine_that_is_gone_is_noticed() -> None:
             return [connection.getsockopt(level, option) for level, option, _ in KEEP_ALIVE]
 
     assert asyncio.run(options()) == [value for _, _, value in KEEP_ALIVE]
+
+
+# It is found in place of the real one, and answers whatever it is asked.
+STAND_IN = """#!{python}
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{{}}")
+
+    do_POST = do_GET
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+# The signal comes in the task of a request, where uvicorn catches every exception.
+HUNG_UP = """
+import os
+import signal
+import proxy
+import serve
+
+answer = proxy._while_wanted
+
+async def hung_up(*given):
+    os.kill(os.getpid(), signal.SIGHUP)
+    return await answer(*given)
+
+proxy._while_wanted = hung_up
+serve.main()
+"""
+
+
+def test_a_terminal_that_is_closed_in_a_request(tmp_path: Path) -> None:
+    stand_in = tmp_path / "vllm"
+    stand_in.write_text(STAND_IN.format(python=sys.executable))
+    stand_in.chmod(0o755)
+    with contextlib.ExitStack() as held:
+        listeners = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        port, prefill, decode = (str(listener.getsockname()[1]) for listener in listeners)
+    command = [sys.executable, "-c", HUNG_UP, "model", "--port", port]
+    command += ["--prefill-port", prefill, "--decode-port", decode]
+    paths = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(FOLDER)}
+    with subprocess.Popen(command, env={**os.environ, **paths}, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            lines = [process.stdout.readline() for _ in range(3)]
+            assert lines[2].startswith("proxy: http"), lines
+            asked = httpx.post(f"http://127.0.0.1:{port}{TEXT}", json={"prompt": "a"}, timeout=60)
+            assert (asked.status_code, process.wait(60)) == (200, 128 + signal.SIGTERM)
+        finally:
+            process.kill()
+    for ended in (prefill, decode):
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{ended}/health")
