@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -49,13 +50,21 @@ SECONDS = 540
 class Run:
     """A running script."""
 
-    def __init__(self, process: subprocess.Popen[bytes], results: Path, log: Path):
+    def __init__(self, process: subprocess.Popen[bytes], results: Path, log: Path, ray: Path):
         self.process = process
         self.results = results
         self._log = log
+        self._ray = ray
 
     def log(self) -> str:
         return self._log.read_text()
+
+    def drafts(self) -> tuple[int, int]:
+        """The tokens that were drafted and accepted, by the workers' own logs: the script may show a part alone."""
+        logs = "".join(path.read_text() for path in self._ray.glob("session_2*/logs/worker-*"))
+        # A line for each batch that was verified.
+        batches = re.findall(r"SpecDecoding metrics: .*Accepted: (\d+) tokens, Drafted: (\d+) tokens", logs)
+        return sum(int(drafted) for _, drafted in batches), sum(int(accepted) for accepted, _ in batches)
 
     def wait_for_files(self, number: int) -> None:
         """Wait until the folder has as many files of results."""
@@ -92,16 +101,22 @@ def started(
     command = [sys.executable, EXAMPLES / "ray_batch.py", model, prompts, results, "--batch-size", str(BATCH_SIZE)]
     command += ["--workers", str(num_workers), *options]
     sampling = SAMPLING | {"max_tokens": num_tokens}
-    for option, value in (("sampling-params", sampling), ("engine-args", ENGINE), ("ray", RAY)):
-        command += [f"--{option}", json.dumps(value)]
     environment = ray_environment() | {"VLLM_LOGGING_LEVEL": "INFO"}
-    with log.open("w") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        yield Run(process, results, log)
-    finally:
-        process.kill()
-        process.wait(60)
+    # Its sockets' paths have to be short.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        for option, value in (
+            ("sampling-params", sampling),
+            ("engine-args", ENGINE),
+            ("ray", RAY | {"_temp_dir": folder}),
+        ):
+            command += [f"--{option}", json.dumps(value)]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield Run(process, results, log, Path(folder))
+        finally:
+            process.kill()
+            process.wait(60)
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:
@@ -128,12 +143,6 @@ def check_rows(rows: list[dict[str, Any]], texts: list[str], results: Path, num_
     assert {row["id"]: (row["prompt"], row["text"], row["num_tokens"]) for row in found} == expected
 
 
-def logged_drafts(log: str) -> tuple[int, int]:
-    """The tokens that were drafted and accepted, by vLLM's log: it has a line for each batch."""
-    batches = re.findall(r"SpecDecoding metrics: .*Accepted: (\d+) tokens, Drafted: (\d+) tokens", log)
-    return sum(int(drafted) for _, drafted in batches), sum(int(accepted) for accepted, _ in batches)
-
-
 def test_all_rows_are_answered(trained: Path, tmp_path: Path) -> None:
     prompts, results, num_tokens = tmp_path / "prompts.jsonl", tmp_path / "results", 24
     texts = plain_texts(trained, ROWS[:8], num_tokens)
@@ -145,9 +154,9 @@ def test_all_rows_are_answered(trained: Path, tmp_path: Path) -> None:
     options = ("--speculative-config", json.dumps(NAIVE))
     with started(trained, prompts, results, tmp_path / "log", *options, num_tokens=num_tokens, num_workers=1) as run:
         assert run.process.wait(SECONDS) == 1, run.log()[-4000:]
+        drafted, accepted = run.drafts()
     assert re.search(r"^row 8: \w+: .*512", run.log(), re.MULTILINE), run.log()[-4000:]
     assert "1 rows have no answer: mend those that were refused, or start again\n" in run.log()
-    drafted, accepted = logged_drafts(run.log())
     # More than one row has of them.
     assert num_tokens < accepted <= drafted
     check_rows(rows, texts, results, num_tokens)
