@@ -12,13 +12,14 @@ Before it is measured each engine serves a batch of each kind. On few cores, OMP
 the times steadier.
 
 *Requests.* There are four kinds: to continue library files, to repeat a function with one name changed, and JSON lists.
-The fourth is the first with a reference that the answer does not follow. At concurrency n, n requests of a kind run at
-once. Fewer than four requests run one after another until there were four: on a single text any way may be lucky.
+The fourth is the first with a prediction that the answer does not follow. At concurrency n, n requests of a kind run at
+once, and the next one begins where one ends. There are two for each place, and four at least: on a single text any way
+may be lucky.
 
 *Right.* At temperature 0 every text must equal the one without speculation, or the run exits with 1.
 
 *Goals.* Adaptive drafting is at least 0.97 times as fast as the best other way, for each kind, concurrency and
-temperature. With a wrong reference it is at least 0.95 times as fast as no speculation. The ratio is that of medians;
+temperature. With a wrong prediction it is at least 0.95 times as fast as no speculation. The ratio is that of medians;
 its quartiles over the repeats are beside it.
 
 Ctrl-C shows what was measured. FILE gets each setting as it ends.
@@ -27,15 +28,12 @@ Ctrl-C shows what was measured. FILE gets each setting as it ends.
 import argparse
 import inspect
 import json
-import os
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +42,27 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from vllm_specplus.compare.measure import in_places, started_engine
 from vllm_specplus.compare.processes import EngineFailedError, EngineProcess
+from vllm_specplus.compare.prompts import Prompt
+from vllm_specplus.compare.runs import EngineOptions
 
 PLAIN, ADAPTIVE = "none", "adaptive"
-PREDICTED = "adaptive predictions", "adaptive references"
+PREDICTED = "adaptive predictions", "naive predictions"
 Configs = dict[str, dict[str, Any] | None]
-WRONG = "a wrong reference"
+WRONG = "a wrong prediction"
 GOAL, GOAL_WITH_WRONG_REFERENCE = 0.97, 0.95
 MODULES = (
     *("bz2", "calendar", "cmd", "contextlib", "copy", "csv", "dis", "filecmp", "gzip", "heapq", "imaplib", "lzma"),
     *("mailbox", "shutil", "tarfile", "textwrap"),
 )
-MOST_REQUESTS = len(MODULES)
+NUM_PROMPTS = len(MODULES)
 LEAST_REQUESTS = 4
+MOST_AT_ONCE = 16
+ENGINE_ARGS = (
+    *("--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", str(MOST_AT_ONCE), "--enforce-eager"),
+    *("--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(512 << 20)),
+)
 
 
 def configs(head: str | None) -> Configs:
@@ -91,57 +97,34 @@ class Result:
         return statistics.median(self.tokens_per_second)
 
 
-def prompts() -> dict[str, list[str]]:
-    """The prompts of each kind, `MOST_REQUESTS` of them."""
+def prompts() -> list[Prompt]:
+    """The prompts of all kinds, each named by its kind: `NUM_PROMPTS` of each."""
     sources = [inspect.getsource(import_module(name)) for name in MODULES]
     continued = [source[:1200] for source in sources]
     renamed = [f"{source[600:1200]}\n\n{source[600:700].replace('self', 'this')}" for source in sources]
     lists = [
         json.dumps([{"id": i, "name": f"item {i + n}", "price": 10 * n + i} for i in range(8)], indent=1)[:-2] + ",\n"
-        for n in range(MOST_REQUESTS)
+        for n in range(NUM_PROMPTS)
     ]
-    return {"continue a file": continued, "repeat, one name changed": renamed, "a JSON list": lists, WRONG: continued}
-
-
-def serve(pipe: Connection, model: str, config: dict[str, Any] | None) -> None:
-    """Generate what is asked over the pipe until it is closed: the answer is the seconds and the token ids."""
-    # Front end and engine in one process: they would disturb each other on few cores.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        model=model,
-        speculative_config=config,
-        dtype="float32",
-        max_model_len=4096,
-        max_num_seqs=MOST_REQUESTS,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        kv_cache_memory_bytes=512 << 20,
-    )
-    pipe.send("ready")
-    while True:
-        try:
-            texts, temperature, max_tokens, extra = pipe.recv()
-        except EOFError:
-            return
-        # Without a seed: on a CPU vLLM ends at a seeded request whose prompt comes in parts.
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-        start = time.perf_counter()
-        outputs = llm.generate(texts, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        pipe.send((seconds, [list(output.outputs[0].token_ids) for output in outputs]))
+    kinds = {"continue a file": continued, "repeat, one name changed": renamed, "a JSON list": lists, WRONG: continued}
+    unrelated = "no word of this is in the answer " * 20
+    return [
+        Prompt(kind, text, reference=unrelated if kind == WRONG else "")
+        for kind, texts in kinds.items()
+        for text in texts
+    ]
 
 
 @contextmanager
-def engines(model: str, ways: Configs, logs: Path) -> Iterator[dict[str, EngineProcess]]:
+def engines(model: str, ways: Configs, max_tokens: int, logs: Path) -> Iterator[dict[str, EngineProcess]]:
     """All engines, started one after another."""
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         started = {}
         for way, config in ways.items():
+            options = EngineOptions(model, config, ENGINE_ARGS, len(ways))
             log = logs / f"{way.replace(' ', '-')}.log"
-            started[way] = EngineProcess(serve, model, config, log=log)
+            started[way] = started_engine(options, prompts(), max_tokens, log)
             stack.callback(started[way].end)
             started[way].receive()
         yield started
@@ -152,46 +135,39 @@ def ways_of(kind: str, ways: Iterable[str]) -> list[str]:
     return [PLAIN, *PREDICTED] if kind == WRONG else [way for way in ways if way not in PREDICTED]
 
 
-def warm_up(started: dict[str, EngineProcess], max_tokens: int) -> None:
-    """Serve requests of each kind, as a server has that has run for a while: adaptive drafting learns from them."""
-    for texts in prompts().values():
-        for engine in started.values():
-            engine.call(texts, 0.0, max_tokens, None)
-
-
-def batches_of(texts: list[str], concurrency: int) -> list[list[str]]:
-    """The requests that run at once, one batch after another: together `LEAST_REQUESTS` or more."""
-    firsts = range(0, max(concurrency, LEAST_REQUESTS), concurrency)
-    return [texts[first : first + concurrency] for first in firsts]
+def numbers_of(kind: str, concurrency: int) -> list[int]:
+    """The prompts of a run by number: two for each of several places, and `LEAST_REQUESTS` or more."""
+    numbers = [number for number, prompt in enumerate(prompts()) if prompt.name == kind]
+    return in_places(numbers[: max(LEAST_REQUESTS, 2 * concurrency)], concurrency)
 
 
 def measure(started: dict[str, EngineProcess], args: argparse.Namespace) -> Iterator[tuple[list[Result], list[str]]]:
     """Every way in one setting after another, and what was wrong there."""
-    settings = [(k, n, t) for t in args.temperature for n in args.concurrency for k in prompts()]
+    kinds = list(dict.fromkeys(prompt.name for prompt in prompts()))
+    # As a server that has run for a while: adaptive drafting has learned from requests of each kind.
+    for kind in kinds:
+        for engine in started.values():
+            engine.call("run", numbers_of(kind, max(args.concurrency)), max(args.concurrency), 0.0)
+    settings = [(k, n, t) for t in args.temperature for n in args.concurrency for k in kinds]
     for kind, concurrency, temperature in track(settings, disable=not sys.stdout.isatty()):
-        batches = batches_of(prompts()[kind], concurrency)
-        extra = {"sp_advice_prompt": "no word of this is in the answer " * 20} if kind == WRONG else None
         speeds: dict[str, list[float]] = {way: [] for way in ways_of(kind, started)}
         wrong = []
         for repeat in range(args.repeats + 1):
             expected = None
             for way, values in speeds.items():
-                wanted = None if way == PLAIN else extra
-                answers = [started[way].call(batch, temperature, args.max_tokens, wanted) for batch in batches]
-                seconds = sum(seconds for seconds, _ in answers)
-                tokens = [text for _, texts in answers for text in texts]
-                expected = expected or tokens
-                if temperature == 0 and tokens != expected:
+                run = started[way].call("run", numbers_of(kind, concurrency), concurrency, temperature)
+                expected = expected or run.token_ids
+                if temperature == 0 and run.token_ids != expected:
                     wrong.append(f"{way}, {kind}, concurrency {concurrency}: another text than without speculation")
                 if repeat:  # the first one warms up
-                    values.append(sum(map(len, tokens)) / seconds)
+                    values.append(run.tokens_per_second)
         yield [Result(way, kind, concurrency, temperature, values) for way, values in speeds.items()], wrong
 
 
 def goals(results: list[Result]) -> list[dict[str, Any]]:
     """A row for each setting: adaptive over the best other way, its quartiles, the limit, and whether it is met.
 
-    With a wrong reference there is a row for each config of `PREDICTED`.
+    With a wrong prediction there is a row for each config of `PREDICTED`.
     """
     by_setting: dict[tuple[str, int, float], list[Result]] = {}
     for result in results:
@@ -254,8 +230,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.temperature = args.temperature or ([0.0] if args.tiny else [0.0, 0.8])
     args.repeats = args.repeats or (1 if args.tiny else 5)
     args.max_tokens = args.max_tokens or (20 if args.tiny else 200)
-    if max(args.concurrency) > MOST_REQUESTS:
-        parser.error(f"--concurrency must not be above {MOST_REQUESTS}")
+    if max(args.concurrency) > MOST_AT_ONCE:
+        parser.error(f"--concurrency must not be above {MOST_AT_ONCE}")
     return args
 
 
@@ -274,8 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         return rows
 
     try:
-        with engines(args.model, ways, args.logs) as started:
-            warm_up(started, args.max_tokens)
+        with engines(args.model, ways, args.max_tokens, args.logs) as started:
             for measured, differences in measure(started, args):
                 results += measured
                 wrong += differences

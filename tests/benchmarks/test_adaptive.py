@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,18 +18,23 @@ def result(way: str, *speeds: float, kind: str = "a JSON list") -> adaptive.Resu
     return adaptive.Result(way, kind, 1, 0.0, list(speeds))
 
 
-def test_each_kind_has_a_prompt_for_each_request() -> None:
-    for texts in adaptive.prompts().values():
-        assert len(texts) == adaptive.MOST_REQUESTS
-        assert all(len(text) > 100 for text in texts)
+def test_each_kind_has_prompts_of_its_own() -> None:
+    prompts = adaptive.prompts()
+    assert len({(prompt.name, prompt.text) for prompt in prompts}) == len(prompts)
+    for kind, number in Counter(prompt.name for prompt in prompts).items():
+        assert number == adaptive.NUM_PROMPTS
+        references = {prompt.reference for prompt in prompts if prompt.name == kind}
+        assert references == {""} if kind != adaptive.WRONG else all(references)
 
 
-@pytest.mark.parametrize(("concurrency", "sizes"), [(1, [1] * 4), (3, [3, 3]), (4, [4]), (16, [16])])
-def test_no_setting_has_fewer_than_four_requests(concurrency: int, sizes: list[int]) -> None:
-    for texts in adaptive.prompts().values():
-        batches = adaptive.batches_of(texts, concurrency)
-        assert [len(batch) for batch in batches] == sizes
-        assert [text for batch in batches for text in batch] == texts[: sum(sizes)]
+@pytest.mark.parametrize(("concurrency", "number"), [(1, 4), (2, 4), (3, 6), (16, 32)])
+def test_places_stay_taken_for_most_of_a_run(concurrency: int, number: int) -> None:
+    prompts = adaptive.prompts()
+    for kind in {prompt.name for prompt in prompts}:
+        numbers = adaptive.numbers_of(kind, concurrency)
+        assert len(numbers) == number
+        assert len(set(numbers)) == min(number, adaptive.NUM_PROMPTS)
+        assert {prompts[i].name for i in numbers} == {kind}
 
 
 @pytest.mark.parametrize("head", [None, "an/eagle-head"])
@@ -60,7 +66,7 @@ def test_the_goal_is_a_share_of_the_best_other_way(speed: float, met: bool) -> N
     assert row["ratio"] == pytest.approx(speed / 100)
 
 
-def test_a_wrong_reference_is_compared_with_no_speculation() -> None:
+def test_a_wrong_prediction_is_compared_with_no_speculation() -> None:
     """Neither way of predictions counts as the other's best other way."""
     speeds = dict(zip(adaptive.PREDICTED, (120, 94), strict=True))
     group = [result("none", 100, kind=adaptive.WRONG)]

@@ -40,7 +40,7 @@ class Plan:
     one_at_a_time: bool = False
 
     def order(self, concurrency: int) -> list[int]:
-        """The prompts of a run, by number: each one, and as many more as all places need."""
+        """The prompts of a run, by number."""
         return in_places(range(len(self.prompts)), concurrency)
 
     def turns(self) -> Iterator[tuple[int, int, Configuration]]:
@@ -60,8 +60,18 @@ class Plan:
 
 
 def in_places(prompts: Sequence[_T], concurrency: int) -> list[_T]:
-    """The prompts of a run: each one, and from the first on again until all places are taken."""
-    return [prompts[i % len(prompts)] for i in range(max(len(prompts), concurrency))]
+    """The prompts of a run: each one, and from the first on again until there are two for each of several places.
+
+    At a run's end nothing takes the place of an answer that is complete. With one request for each place the run would
+    be as slow as its slowest answer, whatever the others gained.
+    """
+    least = 2 * concurrency if concurrency > 1 else 1
+    return [prompts[i % len(prompts)] for i in range(max(len(prompts), least))]
+
+
+def started_engine(options: EngineOptions, prompts: list[Prompt], max_tokens: int, log: Path) -> EngineProcess:
+    """An engine in a process of its own, which says "ready" and then answers calls of `compare.engine.Session`."""
+    return EngineProcess(call_by_name, _ENVIRONMENT, _SERVE, options, prompts, max_tokens, log=log)
 
 
 class _Engines:
@@ -88,9 +98,7 @@ class _Engines:
         number = plan.configurations.index(configuration)
         share = 1 if plan.one_at_a_time else len(plan.configurations)
         options = EngineOptions(plan.model, configuration.config, plan.engine_args, share)
-        log = self._logs / f"engine-{number}.log"
-        args = _ENVIRONMENT, _SERVE, options, plan.prompts, plan.max_tokens
-        return EngineProcess(call_by_name, *args, log=log)
+        return started_engine(options, plan.prompts, plan.max_tokens, self._logs / f"engine-{number}.log")
 
     def end(self, name: str | None = None) -> None:
         """End one engine, or all."""
