@@ -59,6 +59,27 @@ def test_a_comparison(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.name for path in (model.parent / "out").iterdir()} >= {"results.json", "results.csv", "logs"}
 
 
+SHARED_TREES = (
+    {"method": "suffix", "num_speculative_tokens": 4},
+    {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_scope": "shared", "adaptive": True},
+)
+
+
+@pytest.mark.parametrize("values", SHARED_TREES)
+def test_no_prompt_is_drafted_from_its_own_answer(
+    values: dict[str, Any], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--concurrency", "1,4,5", "--repeat", "1")
+    assert compare(model, json.dumps(values), options=options) == 2
+    assert capsys.readouterr().err == (
+        "suffix drafts from all earlier answers, and at --concurrency 5 prompts come again: "
+        'it needs 10 prompts, not 8, or "suffix_decoding_scope": "salt"\n'
+    )
+    assert compare(model, json.dumps(values), options=("--concurrency", "1,4", "--repeat", "1")) == 0
+    for sound in ({"suffix_decoding_scope": "salt"}, {"suffix_decoding_max_cached_requests": 0}):
+        assert compare(model, json.dumps(values | sound), options=options) == 0
+
+
 def test_one_at_a_time(model: Path) -> None:
     assert compare(model, config(2), options=("--one-at-a-time", "--repeat", "2")) == 0
     assert [row["repeats"] for row in results(model)["measurements"]] == [2, 2]
@@ -78,7 +99,7 @@ def test_a_crash_is_a_row(fault: str, said: str, repeats: int, model: Path, caps
     assert results(model)["recommendation"].startswith("Use draft_model num_speculative_tokens=2")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_keeps_what_was_measured(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # A process that a shell has put into the background ignores Ctrl-C otherwise.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,6 +119,25 @@ def test_another_greedy_text_is_an_error_with_the_two_best_logits(
     assert "'seven' 20.0000, 'nine' 19.9000" in line
     (difference,) = results(model)["differences"]
     assert (difference["position"], difference["is_near_tie"]) == (2, False)
+
+
+@pytest.mark.parametrize("phase", ["profile", "best_two"])
+def test_a_difference_found_before_a_signal_is_told(
+    phase: str, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = measure.EngineProcess.call
+
+    def interrupted(engine: measure.EngineProcess, *message: Any) -> Any:
+        if message[0] == phase:
+            raise KeyboardInterrupt
+        return call(engine, *message)
+
+    monkeypatch.setattr(measure.EngineProcess, "call", interrupted)
+    assert compare(model, config(2, "other text"), options=("--repeat", "3")) == 130
+    assert "token 2: 'token 9' instead of 'token 7'; the two best logits there: not known" in capsys.readouterr().out
+    data = results(model)
+    assert len(data["differences"]) == 1
+    assert not data["recommendation"].startswith("Use")
 
 
 def test_a_near_tie_is_no_error(

@@ -1,6 +1,7 @@
 """``vllm-specplus compare --serve``, at a server that answers as it is told."""
 
 import csv
+import itertools
 import json
 import re
 import threading
@@ -31,6 +32,7 @@ class Served(ThreadingHTTPServer):
         self.running = self.most_running = 0
         self.fails_from = 10**9  # the number of the first request that breaks off
         self.shows_metrics = True
+        self.text, self.names = "ab", ["content"]
 
     @property
     def url(self) -> str:
@@ -74,8 +76,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
-        key = {"delta": {"content": "ab"}} if "chat" in self.path else {"text": "ab"}
+        text = self.server.text
+        keys = itertools.cycle([{"delta": {name: text}} for name in self.server.names])
         for _ in range(3):
+            key = next(keys) if "chat" in self.path else {"text": text}
             time.sleep(PAUSE)
             self._event({"choices": [key]})
             if number >= self.server.fails_from:
@@ -85,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, value: dict[str, Any]) -> None:
-        self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+        self.wfile.write(b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n")
 
     def _send(self, status: int, content: bytes) -> None:
         self.send_response(status)
@@ -156,6 +160,8 @@ def test_drafts_of_a_run() -> None:
     assert fields["spec_decode_acceptance_length"] == 2.5
     assert fields["spec_decode_per_position_acceptance_rates"] == [1, 0.5]
     assert draft_fields(after, after) == draft_fields({}, {}) == {}
+    # What a server counted before the run is not the run's; nor is anything known of one that was started anew.
+    assert draft_fields({}, after) == draft_fields(before, {}) == draft_fields(after, before) == {}
 
 
 def test_field_names_are_those_of_vllm_bench_serve(server: Served, tmp_path: Path) -> None:
@@ -211,6 +217,37 @@ def test_texts_are_continued(server: Served, tmp_path: Path) -> None:
     assert path == "/v1/completions"
     assert body["prompt"].startswith("There is an island")
     assert "prediction" not in body
+
+
+def test_reasoning_and_tool_calls_are_text(server: Served, tmp_path: Path) -> None:
+    server.names = ["reasoning", "reasoning_content", "tool_calls"]
+    assert compare(tmp_path, server.url, options=("--repeat", "1")) == 0
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert run["completed"] == 8
+    assert run["median_itl_ms"] > 0
+
+
+def test_an_answer_may_have_no_text(server: Served, tmp_path: Path) -> None:
+    server.text = ""
+    assert compare(tmp_path, server.url, options=("--repeat", "1")) == 0
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert (run["completed"], run["median_itl_ms"]) == (8, 0)
+    assert run["median_ttft_ms"] >= 3000 * PAUSE
+
+
+def test_characters_that_end_a_line_elsewhere_may_stand_in_a_text(server: Served, tmp_path: Path) -> None:
+    server.text = "a\u2028b\u2029c\u0085d"
+    assert compare(tmp_path, server.url, options=("--repeat", "1")) == 0
+
+
+def test_no_run_finds_what_another_left(server: Served, tmp_path: Path) -> None:
+    options = ("--repeat", "2", "--concurrency", "8")
+    assert compare(tmp_path, server.url, options=options) == 0
+    asked = [body for _, body, _ in server.requests if body["max_tokens"] == 16]
+    keys = [(json.dumps(body["messages"]), body["cache_salt"]) for body in asked]
+    assert len(keys) == len(set(keys)) == 32
+    # Within a run other prompts share caches, as they do for any client.
+    assert len({salt for _, salt in keys}) == 4
 
 
 def test_requests_that_fail_are_counted(server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The command ``vllm-specplus compare``: what it does, its files, its exit status."""
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -26,10 +27,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        0; 1 if a configuration failed or gave a wrong text; 2 if the command was refused; 130 after Ctrl-C or SIGTERM.
+        0; 1 if a configuration failed or gave a wrong text; 2 if the command was refused; 130 after Ctrl-C, SIGTERM or
+        SIGHUP.
     """
     try:
-        with _interrupted_by_sigterm():
+        with _interrupted_by_signals():
             if arguments.serve:
                 return _run_served(arguments)
             plan = _plan(arguments)
@@ -42,17 +44,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """What was measured is kept after `kill` too, and after a batch system's end of time."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """What was measured is kept after `kill`, a batch system's end of time, and where a terminal is closed."""
 
-    def interrupt(*args: object) -> None:
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+    def interrupt(number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            # To write to a closed terminal is an error.
+            with open(os.devnull, "w") as nowhere:
+                for descriptor in terminals:
+                    os.dup2(nowhere.fileno(), descriptor)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run_served(arguments: argparse.Namespace) -> int:
@@ -76,7 +86,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     configurations = read_configurations(arguments.baseline, arguments.config)
     prompts = _prompts(arguments)
     check_model(arguments.model)
-    return Plan(
+    plan = Plan(
         arguments.model,
         configurations,
         prompts,
@@ -87,6 +97,20 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         tuple(arguments.engine_args),
         arguments.one_at_a_time,
     )
+    _check_repeated(plan)
+    return plan
+
+
+def _check_repeated(plan: Plan) -> None:
+    """Refuse configurations that would draft a prompt's answer from the same prompt's answer before."""
+    for level in plan.concurrency:
+        needed = len(plan.order(level))
+        for configuration in plan.configurations:
+            if needed > len(plan.prompts) and configuration.shares_answers:
+                raise RefusedError(
+                    f"{configuration.name} drafts from all earlier answers, and at --concurrency {level} prompts come "
+                    f'again: it needs {needed} prompts, not {len(plan.prompts)}, or "suffix_decoding_scope": "salt"'
+                )
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_specplus.compare.processes import RefusedError
@@ -19,11 +19,13 @@ class Configuration:
     name: short, and unlike the others'.
     config: the speculative config; None for no speculation.
     keeps_greedy_text: whether its text at temperature 0 is the target's.
+    shares_answers: whether it drafts from the answers of all other requests.
     """
 
     name: str
     config: dict[str, Any] | None
-    keeps_greedy_text: bool
+    keeps_greedy_text: bool = True
+    shares_answers: bool = False
 
 
 def read_configurations(baseline: str, texts: Sequence[str]) -> list[Configuration]:
@@ -37,20 +39,17 @@ def read_configurations(baseline: str, texts: Sequence[str]) -> list[Configurati
         RefusedError: one of them is refused, or two of them mean the same.
     """
     places = ["--baseline", *(f"--config number {number}" for number in range(1, len(texts) + 1))]
-    configs: list[dict[str, Any] | None] = []
-    keep_text: list[bool] = []
+    found: list[Configuration] = []
     seen: dict[str, str] = {}
     for place, text in zip(places, (baseline, *texts), strict=True):
         config = None if text.strip() == NONE else _parse(place, text)
-        meaning, keeps_greedy_text = NONE, True
-        if config is not None:
-            meaning, keeps_greedy_text = _meaning(place, config)
+        meaning, configuration = (NONE, Configuration("", None)) if config is None else _read(place, config)
         if meaning in seen:
             raise RefusedError(f"{seen[meaning]} and {place} are equal: {text}")
         seen[meaning] = place
-        configs.append(config)
-        keep_text.append(keeps_greedy_text)
-    return [Configuration(*values) for values in zip(_names(configs), configs, keep_text, strict=True)]
+        found.append(configuration)
+    names = _names([each.config for each in found])
+    return [replace(each, name=name) for each, name in zip(found, names, strict=True)]
 
 
 def _parse(place: str, text: str) -> dict[str, Any]:
@@ -60,15 +59,20 @@ def _parse(place: str, text: str) -> dict[str, Any]:
         raise RefusedError(f"{place}: {problem}") from None
 
 
-def _meaning(place: str, config: dict[str, Any]) -> tuple[str, bool]:
-    """What a config resolves to, as text, and whether it keeps the greedy text."""
+def _read(place: str, config: dict[str, Any]) -> tuple[str, Configuration]:
+    """What a config resolves to, as text, and the configuration, still without a name."""
     try:
         resolved = resolve(config, strict=True)
     except SpecPlusConfigError as problem:
         raise RefusedError(f"{place}: {problem}") from None
-    policy = "normal" if resolved.options is None else resolved.options.accept_policy
-    is_synthetic = resolved.vllm.get("rejection_sample_method") == "synthetic"
-    return resolved.as_json(), policy == "normal" and not is_synthetic
+    options, vllm = resolved.options, resolved.vllm
+    is_synthetic = vllm.get("rejection_sample_method") == "synthetic"
+    if options is None:
+        shares_answers = vllm.get("method") == "suffix" and vllm.get("suffix_decoding_max_cached_requests") != 0
+        return resolved.as_json(), Configuration("", config, not is_synthetic, shares_answers)
+    shares_answers = options.caches_answers and options.suffix_decoding_scope == "shared"
+    keeps_greedy_text = options.accept_policy == "normal" and not is_synthetic
+    return resolved.as_json(), Configuration("", config, keeps_greedy_text, shares_answers)
 
 
 def _names(configs: list[dict[str, Any] | None]) -> list[str]:

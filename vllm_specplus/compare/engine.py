@@ -2,7 +2,7 @@
 
 import time
 from argparse import ArgumentError, Namespace
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -112,7 +112,8 @@ class Session:
     def run(self, order: Sequence[int], concurrency: int, temperature: float) -> Run:
         """Answer prompts, of which at most `concurrency` are in the engine at once.
 
-        No answer of an earlier run is left in suffix trees, and no prompt in the prefix cache.
+        No answer of an earlier run is left in suffix trees, and no prompt in the prefix cache. A prompt that comes
+        again has a ``cache_salt`` of its own, so that it finds neither.
 
         Args:
             order: numbers of prompts.
@@ -177,10 +178,11 @@ class Session:
             before = text if len(text) > len(before) else before
         return pieces
 
-    def _add(self, token_ids: list[int], params: SamplingParams) -> str:
+    def _add(self, token_ids: list[int], params: SamplingParams, copy: int = 0) -> str:
         self._num_requests += 1
         name = f"compare-{self._num_requests}"
-        (prompt,) = self._engine.renderer.render_cmpl([{"prompt_token_ids": token_ids}])
+        salt = {"cache_salt": f"copy {copy}"} if copy else {}
+        (prompt,) = self._engine.renderer.render_cmpl([{"prompt_token_ids": token_ids} | salt])
         self._engine.add_request(name, prompt, params)
         return name
 
@@ -195,6 +197,7 @@ class Session:
     ) -> list[_Request]:
         """Answer prompts; add the accepted drafts by source of each step to `by_step`, if one of them has any."""
         waiting, requests = deque(order), []
+        copies: Counter[int] = Counter()
         running: dict[str, _Request] = {}
         before = self._counts() if by_step is not None else Counts()
         while waiting or running:
@@ -202,7 +205,8 @@ class Session:
                 number = waiting.popleft()
                 requests.append(_Request())
                 params = self._params(number, temperature, max_tokens)
-                running[self._add(self._prompts[number], params)] = requests[-1]
+                running[self._add(self._prompts[number], params, copies[number])] = requests[-1]
+                copies[number] += 1
             for output in self._step(timer):
                 request, new = running[output.request_id], output.outputs[0].token_ids
                 if new:

@@ -14,6 +14,7 @@ class SplitTimer:
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._is_alone = False
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -26,9 +27,15 @@ class SplitTimer:
 
     @contextmanager
     def timers_installed(self, engine: Any) -> Iterator[None]:
-        """Time the parts of an engine that runs in this process; where vLLM has other names, they count as rest."""
+        """Time the parts of an engine whose only worker runs in this process; of others no time is known.
+
+        Where vLLM has other names, parts count as rest.
+        """
         undo: list[Callable[[], None]] = []
-        engine.collective_rpc(lambda worker: self._install(worker.model_runner, undo))
+        # Workers in other processes would each wrap a runner for a copy of this timer.
+        self._is_alone = engine.vllm_config.parallel_config.world_size == 1
+        if self._is_alone:
+            engine.collective_rpc(lambda worker: self._install(worker.model_runner, undo))
         try:
             yield
         finally:
@@ -36,7 +43,9 @@ class SplitTimer:
                 step()
 
     def seconds(self) -> dict[str, float]:
-        """The seconds of each of the `runs.PARTS`."""
+        """The seconds of each of the `runs.PARTS`; {} where they are not known."""
+        if not self._is_alone:
+            return {}
         found = self._seconds
         drafting, model = found["drafting"], found["draft model"]
         known = {"target": found["target"], "draft model": model, "matching": max(drafting - model, 0.0)}

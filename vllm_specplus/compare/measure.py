@@ -138,6 +138,7 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
         checker.judge()
     except KeyboardInterrupt:
         measurements.is_interrupted = True
+        checker.judge(asks=False)
     finally:
         with _without_interrupts():
             engines.end()
@@ -155,7 +156,9 @@ def _noting_failures(configuration: Configuration, measurements: Measurements, e
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
     """A second Ctrl-C must not leave engines behind."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
@@ -184,22 +187,26 @@ class _Checker:
                 self._first_differences[configuration.name, level] = reference, level, number, theirs, mine
                 return
 
-    def judge(self) -> None:
-        """Ask the reference engines for the two best logits at each difference, and enter the differences."""
-        for (name, level), (reference, _, number, theirs, mine) in self._first_differences.items():
+    def judge(self, *, asks: bool = True) -> None:
+        """Enter the differences; if it `asks`, the reference engines tell the texts and the two best logits there."""
+        while self._first_differences:
+            (name, level), (reference, _, number, theirs, mine) = next(iter(self._first_differences.items()))
             position = next(
                 (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
                 min(len(mine), len(theirs)),
             )
             tokens = [row[position] if position < len(row) else None for row in (theirs, mine)]
             best: list[Best] = []
-            expected, found, dtype = "", "", "float32"
-            with _noting_failures(reference, self._measurements, self._engines):
-                engine = self._engines.get(reference)
-                best = engine.call("best_two", number, theirs[:position])
-                expected, found = (engine.call("text", [token]) if token is not None else "" for token in tokens)
-                dtype = engine.call("dtype")
+            expected, found = ("" if token is None else f"token {token}" for token in tokens)
+            dtype = "float32"
+            if asks:
+                with _noting_failures(reference, self._measurements, self._engines):
+                    engine = self._engines.get(reference)
+                    best = engine.call("best_two", number, theirs[:position])
+                    expected, found = (engine.call("text", [token]) if token is not None else "" for token in tokens)
+                    dtype = engine.call("dtype")
             near = is_near_tie(best, (tokens[0], tokens[1]), dtype)
             prompt = self._plan.prompts[number].name
             difference = Difference(name, level, prompt, position, expected, found, best, near)
             self._measurements.differences.append(difference)
+            del self._first_differences[name, level]

@@ -10,7 +10,7 @@ from vllm_specplus.compare.configurations import Configuration
 from vllm_specplus.compare.counts import Counts, total
 from vllm_specplus.compare.runs import Best, Profile, Run
 
-# Quantiles of Student's t at 0.975 for 1, 2, ... degrees of freedom; beyond, the normal distribution's.
+# Quantiles of Student's t at 0.975 for 1, 2, ... degrees of freedom, and the one of the normal distribution.
 _T = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
     *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
@@ -121,7 +121,9 @@ def interval(logs: Sequence[float]) -> Interval:
     if len(logs) == 1:
         return Interval(math.exp(mean), None, None)
     degrees = len(logs) - 1
-    quantile = _T[degrees - 1] if degrees <= len(_T) else _NORMAL
+    # Beyond the table they fall to the normal distribution's nearly as 1 / degrees does.
+    most = len(_T)
+    quantile = _T[degrees - 1] if degrees <= most else _NORMAL + (_T[-1] - _NORMAL) * most / degrees
     half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 

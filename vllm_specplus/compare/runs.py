@@ -68,7 +68,7 @@ class Profile:
     """Prompts answered one at a time under a clock, which slows the engine.
 
     texts: of each answer, the text and the source of each token.
-    seconds: by part of a step, as `PARTS`.
+    seconds: by part of a step, as `PARTS`; {} where several workers share an engine.
     """
 
     texts: list[list[tuple[str, str]]]

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import secrets
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,7 @@ from vllm_specplus.compare.prompts import Prompt
 _PERCENTILES = (90, 99)
 _WARM_UP_TOKENS = 8
 _COUNTER = "vllm:spec_decode_num_"
+_TEXTS = ("content", "reasoning", "reasoning_content", "tool_calls")
 
 
 @dataclass
@@ -73,13 +76,18 @@ class ServedModel:
                 raise RefusedError(f"{self.url}: prompt {prompt.name}: {answer.error}")
 
     async def run(self, prompts: Iterable[Prompt], concurrency: int) -> dict[str, Any]:
-        """Ask every prompt once, `concurrency` at a time; return the fields, times in milliseconds."""
-        waiting = iter(prompts)
+        """Ask every prompt once, `concurrency` at a time; return the fields, times in milliseconds.
+
+        Each run has a ``cache_salt`` of its own, and so has a prompt that comes again: the server's prefix cache and
+        the plugin's suffix trees hold neither prompt nor answer of theirs.
+        """
+        waiting, copies, salt = iter(prompts), Counter[str](), secrets.token_hex(8)
         answers: list[Answer] = []
 
         async def ask_in_turn() -> None:
             for prompt in waiting:
-                answers.append(await self._ask(prompt))
+                copies[prompt.name] += 1
+                answers.append(await self._ask(prompt, cache_salt=f"{salt} {copies[prompt.name]}"))
 
         before = await self._draft_counts()
         began = time.perf_counter()
@@ -130,20 +138,32 @@ class ServedModel:
 
 
 async def _read(response: httpx.Response, answer: Answer) -> None:
-    """Read a stream of events to its end."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
+    """Read a stream of events to its end. A text's part may be of an answer, a reasoning or a call of a tool."""
+    async for line in _lines(response):
+        if not line.startswith(b"data: ") or line == b"data: [DONE]":
             continue
-        event = json.loads(line.removeprefix("data: "))
+        event = json.loads(line.removeprefix(b"data: "))
         if "error" in event:
             answer.error = str(event["error"].get("message", event["error"]))
         for choice in event.get("choices", ()):
-            if choice.get("text") or choice.get("delta", {}).get("content"):
+            if choice.get("text") or any(map((choice.get("delta") or {}).get, _TEXTS)):
                 answer.arrivals.append(time.perf_counter())
         if usage := event.get("usage"):
             answer.num_prompt_tokens, answer.num_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     if not answer.error and not answer.num_tokens:
         answer.error = "the stream ended without usage"
+    if not answer.error and not answer.arrivals:
+        # A token that ends the answer at once has no text.
+        answer.arrivals.append(time.perf_counter())
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a stream. `httpx` would also part them at characters that may stand within a JSON text."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
 
 
 def _reason(status: int, body: bytes) -> str:
@@ -193,11 +213,16 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def draft_fields(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What a run added to vLLM's counters of drafts; {} if nothing was drafted. The rates are in percent."""
+    """What a run added to vLLM's counters of drafts; the rates are in percent.
+
+    {} if nothing was drafted, and where a count is missing or fell, as that of a server that was started anew.
+    """
+    if not before or not after:
+        return {}
     drafts, drafted, accepted = (
         after.get(name, 0) - before.get(name, 0) for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
-    if not drafts or not drafted:
+    if drafts <= 0 or drafted <= 0 or accepted < 0:
         return {}
     positions = after["accepted_tokens_per_pos"]
     earlier = before.get("accepted_tokens_per_pos", {})
