@@ -61,6 +61,17 @@ def test_a_session_with_vllms_own_drafts(trained: Path) -> None:
             Session(e.llm.llm_engine, PROMPTS, 2000)
 
 
+def test_a_prompt_that_comes_again_finds_nothing_of_the_first(trained: Path) -> None:
+    config = PROPOSERS["suffix"] | {"suffix_decoding_scope": "salt"}
+    with engine(trained, config, max_model_len=2048, enable_prefix_caching=True) as e:
+        session = Session(e.llm.llm_engine, PROMPTS[:1], 24)
+        once, twice = (session.run([0] * times, 1, 0.0) for times in (1, 2))
+        hits = [metric for metric in e.llm.get_metrics() if metric.name == "vllm:prefix_cache_hits"]
+    assert twice.token_ids == once.token_ids * 2
+    assert (twice.num_steps, twice.counts.num_accepted) == (2 * once.num_steps, 2 * once.counts.num_accepted)
+    assert [metric.value for metric in hits] == [0]
+
+
 @pytest.mark.slow
 def test_the_command(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = json.dumps(PROPOSERS["suffix"])
