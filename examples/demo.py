@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
@@ -214,7 +215,8 @@ class Child:
 
     def measure(self, advance: Callable[[str, int], None]) -> Results:
         """Measure the engine; `advance` as for `run`."""
-        self._connection.send("go")
+        with suppress(BrokenPipeError):  # its end is told below
+            self._connection.send("go")
         while isinstance(message := self._receive(), tuple):
             advance(*message)
         self._process.join()
@@ -223,7 +225,7 @@ class Child:
     def _receive(self) -> Any:
         try:
             return self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.join()
             end = "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
             code = self._process.exitcode

@@ -6,6 +6,7 @@ Each line of PROMPTS is a JSON object: {"prompt": TEXT}, and "prediction": TEXT 
 The folder RESULTS gets Parquet files of rows with "id", the line's number from 0, "prompt", "text" and "num_tokens".
 Started again with the same folder, the script answers only the lines whose ids are not in it. A line that the engine
 refuses, such as a prompt that is too long, costs the others nothing: the script tells of it and ends with status 1.
+Mend it where it stands: a folder whose prompts are not those of the lines with their ids is refused.
 """
 
 import argparse
@@ -46,8 +47,8 @@ def main() -> None:
         args.results.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         sys.exit(f"{args.results} is not allowed: a folder ({error.strerror})")
-    done = finished_ids(args.results)
     rows = read_rows(args.prompts, args.sampling_params)
+    done = finished_ids(args.results, rows)
     left = [row for row in rows if row["id"] not in done]
     print(f"{len(done)} of {len(rows)} rows were there", flush=True)
     if not left:
@@ -127,9 +128,15 @@ def read_rows(prompts: Path, sampling_params: dict[str, Any]) -> list[dict[str, 
     return rows
 
 
-def finished_ids(folder: Path) -> set[int]:
-    """Return the ids of the rows that the folder has."""
-    return {row for file in folder.glob("*.parquet") for row in pq.read_table(file, columns=["id"])["id"].to_pylist()}
+def finished_ids(folder: Path, rows: list[dict[str, Any]]) -> set[int]:
+    """Return the ids of the rows that the folder has; end the script if it has a row of other prompts."""
+    found: dict[int, str] = {}
+    for file in folder.glob("*.parquet"):
+        found |= {row["id"]: row["prompt"] for row in pq.read_table(file, columns=["id", "prompt"]).to_pylist()}
+    for number, prompt in sorted(found.items()):
+        if number >= len(rows) or rows[number]["prompt"] != prompt:
+            sys.exit(f"{folder} is not allowed: its row {number} has another prompt than line {number + 1}")
+    return set(found)
 
 
 def save(answers: Iterable[dict[str, Any]], done: set[int], folder: Path) -> None:

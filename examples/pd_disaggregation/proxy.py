@@ -13,7 +13,7 @@ import asyncio
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from typing import Any
 
 import httpx
@@ -25,13 +25,15 @@ from starlette.routing import Route
 
 HEALTH = "/health"
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
-METHODS = ("GET", "POST", "PUT", "DELETE")
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 # They do not go with one token and no stream.
 NOT_FOR_PREFILL = ("max_completion_tokens", "min_tokens", "stream_options")
 # Where a KV cache lies, in vLLM's requests and answers.
 PLACE = "kv_transfer_params"
-# They belong to one connection, and the clients set them anew.
-OF_A_CONNECTION = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding")
+# They belong to one connection, or to how a body is sent over it; each side sets them anew.
+OF_A_CONNECTION = (
+    *(b"host", b"connection", b"content-length", b"transfer-encoding", b"accept-encoding", b"content-encoding"),
+)
 # What a web server logs of a client that has left.
 CLIENT_LEFT = 499
 # The system asks a silent server's machine for a sign of life, from the 15th second on, and gives it up after 15 more.
@@ -123,7 +125,7 @@ def _completion(path: str, body: bytes) -> dict[str, Any] | None:
     """The fields of a completion with one prompt and one choice; None if it is anything else."""
     try:
         fields = json.loads(body) if path in COMPLETIONS else None
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     # The decode server says what is wrong with other bodies.
     if not isinstance(fields, dict) or fields.get("n") not in (None, 1):
@@ -144,7 +146,7 @@ async def _prefill(
     client: httpx.AsyncClient, method: str, request: Request, content: str | None = None
 ) -> httpx.Response:
     """The prefill server's answer, whole."""
-    headers = {**_passed_on(request.headers), "content-type": "application/json"}
+    headers = _passed_on(request.headers.raw) | {b"content-type": b"application/json"}
     try:
         return await client.request(method, request.url.path, content=content, headers=headers)
     except httpx.HTTPError as error:
@@ -154,15 +156,15 @@ async def _prefill(
 async def _decode(client: httpx.AsyncClient, request: Request, body: bytes) -> Response:
     """The decode server's answer, streamed if it is a stream."""
     url = httpx.URL(request.url.path, query=request.url.query.encode())
-    passed = client.build_request(request.method, url, content=body, headers=_passed_on(request.headers))
+    passed = client.build_request(request.method, url, content=body, headers=_passed_on(request.headers.raw))
     try:
         answer = await client.send(passed, stream=True)
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
-            return StreamingResponse(_events(answer), answer.status_code, _passed_on(answer.headers))
+            return StreamingResponse(_events(answer), answer.status_code, _headers(answer))
         content = await answer.aread()
     except httpx.HTTPError as error:
         return JSONResponse(_failure("decode", error), 502)
-    return Response(content, answer.status_code, _passed_on(answer.headers))
+    return Response(content, answer.status_code, _headers(answer))
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
@@ -180,7 +182,7 @@ async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _as_response(answer: httpx.Response) -> Response:
-    return Response(answer.content, answer.status_code, _passed_on(answer.headers))
+    return Response(answer.content, answer.status_code, _headers(answer))
 
 
 def _failure(server: str, error: httpx.HTTPError) -> dict[str, Any]:
@@ -189,8 +191,14 @@ def _failure(server: str, error: httpx.HTTPError) -> dict[str, Any]:
     return {"error": {"message": message, "type": "BadGatewayError", "param": None, "code": 502}}
 
 
-def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in OF_A_CONNECTION}
+def _headers(answer: httpx.Response) -> dict[str, str]:
+    passed = _passed_on(answer.headers.raw)
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in passed.items()}
+
+
+def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Headers for the other side, as bytes: their texts may have any encoding."""
+    return {name.lower(): value for name, value in headers if name.lower() not in OF_A_CONNECTION}
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def _server(
     environ = {"VLLM_PLUGINS": "specplus", **os.environ, "VLLM_NIXL_SIDE_CHANNEL_PORT": NIXL_PORTS[role]}
     environ |= dict(vars(args)[f"{role}_env"])
     server = subprocess.Popen(command, env=environ, start_new_session=True)
-    print(f"{role} server: process {server.pid}, http://{HOST}:{port}", flush=True)
     try:
+        print(f"{role} server: process {server.pid}, http://{HOST}:{port}", flush=True)
         yield server
     finally:
         server.terminate()
@@ -126,9 +126,11 @@ def _server(
 
 
 def _wait_until_healthy(role: str, server: subprocess.Popen[bytes], port: int) -> None:
+    # A proxy that the environment names knows nothing of this machine's ports.
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while server.poll() is None:
         try:
-            urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=10).close()
+            direct.open(f"http://{HOST}:{port}/health", timeout=10).close()
             return
         except OSError:
             time.sleep(0.5)

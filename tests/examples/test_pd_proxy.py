@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -145,7 +146,7 @@ def test_one_prompt_and_one_choice_go_to_both(fields: dict[str, Any]) -> None:
     assert len(pd.at_prefill) == len(pd.at_decode) == 1
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/specplus/stats"), ("POST", "/tokenize")])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("OPTIONS", TEXT), ("POST", "/tokenize")])
 def test_other_requests_go_to_the_decode_server(method: str, path: str) -> None:
     pd = Pd(decode=lambda request: httpx.Response(418, content=b"tea"))
     got = pd.ask(method, path)
@@ -160,6 +161,30 @@ def test_a_body_that_is_no_object_is_refused_by_the_decode_server(content: bytes
     assert pd.ask("POST", TEXT, content=content).status_code == 400
     assert not pd.at_prefill
     assert pd.at_decode[0].content == content
+
+
+def test_a_body_that_is_nested_too_deep_is_refused_by_the_decode_server() -> None:
+    pd = Pd()
+    assert pd.ask("POST", TEXT, content=b"[" * 100_000).status_code == 200
+    assert (pd.at_prefill, len(pd.at_decode)) == ([], 1)
+
+
+def test_headers_may_have_any_bytes() -> None:
+    pd = Pd(decode=lambda request: httpx.Response(200, headers={b"x-user": dict(request.headers.raw)[b"x-user"]}))
+    name = "Jörg".encode()
+    got = pd.ask("POST", TEXT, headers={b"content-type": b"text/plain", b"x-user": name}, content=b'{"prompt": "a"}')
+    sent = [dict(requests[0].headers.raw) for requests in (pd.at_prefill, pd.at_decode)]
+    assert [headers[b"x-user"] for headers in sent] == [name] * 2
+    assert [headers[b"content-type"] for headers in sent] == [b"application/json", b"text/plain"]
+    assert dict(got.headers.raw)[b"x-user"] == name
+
+
+def test_a_compressed_answer_comes_as_it_is_said_to() -> None:
+    text = b'{"error": {}}' * 9
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    pd = Pd(decode=lambda request: httpx.Response(200, headers=headers, content=gzip.compress(text)))
+    got = pd.ask("POST", TEXT, json={"prompt": "a"})
+    assert (got.content, got.headers["content-type"]) == (text, "application/json")
 
 
 def test_a_refusal_of_the_prefill_server_is_the_answer() -> None:
