@@ -147,6 +147,13 @@ def test_key_that_asks_for_nothing_takes_vllms_path(key: str, value: Any) -> Non
     assert "its own path" in resolved.notes[0]
 
 
+@pytest.mark.parametrize("order", ["recent", "first"])
+def test_an_order_of_matches_that_is_asked_for_is_kept(order: str) -> None:
+    """vLLM's own n-gram takes the first match, and nothing tells it otherwise."""
+    found = options({**NGRAM, "ngram_match_order": order})
+    assert (found.method, found.ngram_match_order) == ("ngram", order)
+
+
 def test_shared_suffix_trees_are_vllms_own() -> None:
     """Without a key of the plugin's all requests share vLLM's trees; in the plugin's, those of one salt."""
     stock = {"method": "suffix", "num_speculative_tokens": 4}

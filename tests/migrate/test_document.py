@@ -2,7 +2,7 @@
 
 import itertools
 import re
-import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,11 @@ def test_the_flags_are_vllms() -> None:
 @pytest.mark.parametrize("section", [FASTDEPLOY, PADDLENLP, RTP_LLM, "vLLM Ascend"])
 def test_the_output_is_what_was_seen(section: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = SECTIONS[section].partition("```console\n$ vllm-specplus migrate ")[2].partition("```")[0]
-    lines = shown.replace("\\\n", " ").splitlines()
+    lines = shown.splitlines()
     # The output begins with the command for vLLM.
     first = next(i for i, line in enumerate(lines) if line.startswith(("VLLM_PLUGINS", "vllm serve")) and i > 0)
-    words = shlex.split(" ".join(lines[:first]))
+    command = "\n".join(lines[:first])
+    words = subprocess.check_output(["bash", "-c", f"printf '%s\\0' {command}"], text=True).split("\0")[:-1]
     main(["migrate", *(words if len(words) == 1 else ["--", *words])])
     out, err = capsys.readouterr()
     assert (out + err).splitlines() == lines[first:]

@@ -40,6 +40,7 @@ def test_tokens_that_the_model_has_not(fields: dict[str, Any], field: str, strea
         ({"sp_edit": 1}, "sp_edit"),
         ({"sp_edit": "yes"}, "sp_edit"),
         ({"sp_advise_prompt": SECRET}, "sp_advise_prompt"),
+        ({"spec_token": 0}, "spec_token"),
         ({"sp_advice_prompt_token_ids": ["x"]}, "sp_advice_prompt_token_ids"),
         ({"force_disable_sp_run": 2}, "force_disable_sp_run"),
         ({"force_sp_accepts": True}, "force_sp_accepts"),

@@ -43,10 +43,16 @@ def needs_options(parsed: ParsedConfig) -> bool:
         or keys.accept_policy != "normal"
         or keys.allow_force_accept
         or (parsed.method in HISTORY_METHODS and (parsed.names_ngram_sizes or keys.adaptive))
-        or (parsed.method in HISTORY_METHODS and keys.ngram_match_order != "recent")
+        or (parsed.method in HISTORY_METHODS and _chooses_order(parsed))
         or (parsed.method == "suffix" and keys.suffix_decoding_max_cached_requests == -1)
         or (parsed.method == "suffix" and (_limits_sharing(parsed) or _limits_tokens(parsed)))
     )
+
+
+def _chooses_order(parsed: ParsedConfig) -> bool:
+    """Whether the user asks for an order of matches that vLLM has not: its own n-gram takes the first one, unasked."""
+    is_stated = parsed.config.values.get("ngram_match_order") is not None
+    return parsed.keys.ngram_match_order != "recent" or (is_stated and parsed.method == "ngram")
 
 
 def _limits_sharing(parsed: ParsedConfig) -> bool:
@@ -73,7 +79,7 @@ def active_keys(parsed: ParsedConfig) -> list[str]:
         "verify_window": keys.verify_window > 0,
         "accept_policy": keys.accept_policy != "normal",
         "allow_force_accept": keys.allow_force_accept,
-        "ngram_match_order": keys.ngram_match_order != "recent",
+        "ngram_match_order": _chooses_order(parsed),
         "suffix_decoding_max_cached_tokens": _limits_tokens(parsed),
         "suffix_decoding_scope": _limits_sharing(parsed),
     }

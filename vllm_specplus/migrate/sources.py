@@ -89,11 +89,15 @@ class Start:
 
 @dataclass
 class _Variables:
-    """What a text sets, in its order; inserted: those that it names later; files: of further ones."""
+    """What a text sets, in its order; inserted: those that it names later; files: of further ones.
+
+    torn_off: the options that begin a command, since the one before ended too early.
+    """
 
     values: dict[str, str] = field(default_factory=dict)
     inserted: set[str] = field(default_factory=set)
     files: list[str] = field(default_factory=list)
+    torn_off: list[str] = field(default_factory=list)
 
 
 def read_command(text: str) -> Start:
@@ -111,6 +115,10 @@ def read_command(text: str) -> Start:
     result = max(servers, key=lambda start: len(start.options), default=Start())
     result.variables, result.inserted_variables = variables.values, variables.inserted
     result.variable_files = variables.files
+    result.unread += [
+        f"{plain(word)} begins a command: a backslash is missing at the end of the line before"
+        for word in variables.torn_off
+    ]
     result.unread += [
         f"{start.program} is started a second time: give each server to this command alone"
         for start in starts
@@ -133,6 +141,7 @@ def _starts(text: str, variables: _Variables) -> Iterator[Start]:
             yield _read_server(words, program)
         elif not _is_container(words):
             words = list(itertools.dropwhile(_is_setting, words))
+            variables.torn_off += [word for word in words[:1] if word.startswith("-")]
             yield _read_options(Start(), words[1:])
 
 

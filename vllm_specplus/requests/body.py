@@ -20,7 +20,7 @@ _FLAG = TypeAdapter(bool | None)
 _COUNT = TypeAdapter(int | None)
 """Read a flag or a number of a body as vLLM does: ``"false"`` is one, and ``"2"``."""
 # No field of OpenAI's or vLLM's begins like these.
-_OWN_PREFIXES = ("sp_", "force_sp", "force_disable_sp")
+_OWN_PREFIXES = ("sp_", "spec_", "force_sp", "force_disable_sp")
 
 
 @dataclass(frozen=True)
