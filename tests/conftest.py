@@ -14,6 +14,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # The models are too tiny to gain from a second thread, and waiting for one on a busy machine costs far more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# vLLM's own n-gram drafter runs in threads of numba. On a CPU without AVX-512 a later engine of the process would give
+# another text.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 
 # The same examples in every run. For others: `pytest --hypothesis-profile=random`.
 settings.register_profile("random", deadline=None)

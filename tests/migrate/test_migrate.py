@@ -516,7 +516,10 @@ def test_no_speculation(off: str, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["vllm serve m -sc '{}' -sc.method ngram"], "missing: -sc.method=ngram: write the whole config as one JSON"),
         (["vllm serve m & vllm serve n"], "missing: vllm is started a second time"),
-        (["vllm serve m\n  --port 3"], "missing: --port begins a command: a backslash is missing at the end of the line"),
+        (
+            ["vllm serve m\n  --port 3"],
+            "missing: --port begins a command: a backslash is missing at the end of the line",
+        ),
         (["docker run --env-file f image start_server m"], "missing: --env-file f: read it with --env f"),
         (["docker run --env-file=f image start_server m"], "missing: --env-file f: read it with --env f"),
         (["python3 -m rtp_llm.start_server --checkpoint_path m n"], "missing: n: is no option"),

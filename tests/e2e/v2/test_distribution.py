@@ -81,7 +81,7 @@ def by_the_plugin(tells_matches: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return out.token_ids, out.num_tokens
 
 
-@pytest.mark.parametrize("verify", [by_vllm, by_the_plugin])
+@pytest.mark.parametrize("verify", [pytest.param(by_vllm, marks=pytest.mark.slow), by_the_plugin])
 def test_sampled_drafts_and_matches(verify: Callable[[bool], tuple[torch.Tensor, torch.Tensor]]) -> None:
     token_ids, num_tokens = verify(True)
     second = token_ids[num_tokens > 1, 1]

@@ -146,7 +146,8 @@ def test_workers_that_do_not_agree_on_prices_draft_otherwise(trained: Path) -> N
     assert drafts != drafts_of_last
 
 
-@pytest.mark.parametrize("start", [engine, pytest.param(async_engine, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [engine, async_engine])
 def test_faults_of_all_workers_cost_no_text(start: Any, trained: Path, draft: Path) -> None:
     runner, prices = "vllm_specplus.runners.v2", "vllm_specplus.runners.step_prices.StepPrices"
     places = [

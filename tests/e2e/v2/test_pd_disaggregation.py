@@ -10,7 +10,6 @@ from tests.e2e.pd import check_draft_cache, check_hybrid, check_same_results
 pytestmark = pytest.mark.interpreter
 
 
-@pytest.mark.every_version
 def test_hybrid(trained: Path, draft: Path, tmp_path: Path) -> None:
     check_hybrid(trained, speculative("mtp_ngram", draft), tmp_path)
 

@@ -90,7 +90,12 @@ def use(e: Engine, texts: list[list[int]], may_force: bool, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("proposer", "start", "options"),
     [
-        ("mtp_ngram", engine, {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"}),
+        pytest.param(
+            "mtp_ngram",
+            engine,
+            {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"},
+            marks=pytest.mark.slow,
+        ),
         ("mtp_suffix", async_engine, {"draft_sample_method": "probabilistic"}),
         ("mtp_ngram", async_engine, {"adaptive": True, "verify_strategy": "target_match"}),
         pytest.param("mtp_suffix", engine, {"adaptive": True}, marks=pytest.mark.slow),
