@@ -518,7 +518,7 @@ def test_no_speculation(off: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["vllm serve m & vllm serve n"], "missing: vllm is started a second time"),
         (
             ["vllm serve m\n  --port 3"],
-            "missing: --port begins a command: a backslash is missing at the end of the line",
+            "missing: --port begins a command: a backslash is missing at the end of",
         ),
         (["docker run --env-file f image start_server m"], "missing: --env-file f: read it with --env f"),
         (["docker run --env-file=f image start_server m"], "missing: --env-file f: read it with --env f"),

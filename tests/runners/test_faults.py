@@ -44,6 +44,18 @@ def test_a_matchers_fault_is_of_the_request_that_brings_it_about(log: pytest.Log
     assert not faults.without_drafts
 
 
+def test_no_placeholder_of_a_prompt_is_drafted() -> None:
+    """A draft is read as text, and the embedding has no row for it."""
+    matcher = GuardedMatcher(
+        NgramMatcher(4, 32, min_ngram_size=1, max_ngram_size=3), Faults(logs=False), vocab_size=100
+    )
+    history = history_of([1, 2, 3, 100, 4, 1, 2], [5, 101, 5], [1, 2, 3, 99, 4, 1, 2])
+    match = matcher.match(history, None, np.full(3, 4))
+    assert match.to_lists() == [[3], [], [3, 99, 4, 1]]
+    assert match.match_len.tolist() == [2, 0, 2]
+    assert match.token_ids.tolist() == [[3, -1, -1, -1], [-1] * 4, [3, 99, 4, 1]]
+
+
 def test_a_fault_that_no_request_has_alone_is_of_all() -> None:
     class FailsTogether(NgramMatcher):
         def match(self, history, model_drafts, max_drafts):

@@ -24,9 +24,11 @@ def new_request(req_id: str, reference: Iterable[int] | None = None, **options: 
     return SimpleNamespace(req_id=req_id, sampling_params=SimpleNamespace(extra_args=extra))
 
 
-def model_config(max_model_len: int = 64, vocab_size: int = 100_000) -> SimpleNamespace:
+def model_config(max_model_len: int = 64, vocab_size: int = 100_000, is_multimodal: bool = False) -> SimpleNamespace:
     """The part of vLLM's that is read."""
-    return SimpleNamespace(max_model_len=max_model_len, get_vocab_size=lambda: vocab_size)
+    return SimpleNamespace(
+        max_model_len=max_model_len, get_vocab_size=lambda: vocab_size, is_multimodal_model=is_multimodal
+    )
 
 
 def new_requests(warns: bool = True) -> LiveRequests:

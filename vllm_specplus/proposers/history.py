@@ -63,6 +63,14 @@ class Match:
         rows, counts = self.token_ids.tolist(), self.num_tokens.tolist()
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
+    def before(self, token_id: int) -> "Match":
+        """The same, each request's drafts cut off before the first one that is `token_id` or more."""
+        width = self.token_ids.shape[1]
+        is_above = np.pad(self.token_ids >= token_id, ((0, 0), (0, 1)), constant_values=True)
+        num_tokens = np.minimum(self.num_tokens, is_above.argmax(axis=1)).astype(np.int32)
+        token_ids = np.where(np.arange(width) < num_tokens[:, None], self.token_ids, np.int32(-1))
+        return Match(token_ids, num_tokens, np.where(num_tokens > 0, self.match_len, 0).astype(np.int32))
+
 
 class Matcher(Protocol):
     """Finds how the history went on after the same tokens; keeps state for each request id."""

@@ -110,11 +110,18 @@ class GuardedMatcher:
     """A matcher whose faults cost the request whose text they are in its drafts, and the others one step's.
 
     Such a request has to come without text from then on.
+
+    Args:
+        matcher: what matches.
+        faults: notes the faults.
+        vocab_size: drafts end before a token from here on: a prompt may have placeholders of images or sound that the
+            model cannot read as text. None: no text has any.
     """
 
-    def __init__(self, matcher: Matcher, faults: Faults) -> None:
+    def __init__(self, matcher: Matcher, faults: Faults, vocab_size: int | None = None) -> None:
         self._matcher = matcher
         self._faults = faults
+        self._vocab_size = vocab_size
 
     @property
     def match_len_cap(self) -> int:
@@ -124,7 +131,8 @@ class GuardedMatcher:
     def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
         """See `Matcher.match`; after a fault there are no drafts."""
         try:
-            return self._matcher.match(history, model_drafts, max_drafts)
+            match = self._matcher.match(history, model_drafts, max_drafts)
+            return match if self._vocab_size is None else match.before(self._vocab_size)
         except Exception as error:
             self._faults.note("drafting", error, self._find_faulty(history))
             num_reqs, nothing = len(history.req_ids), np.zeros(len(history.req_ids), np.int32)

@@ -38,7 +38,9 @@ class Engine:
         price: of a pass, in tokens.
     """
 
-    def __init__(self, *, is_async: bool = True, price: float = 0.5):
+    def __init__(
+        self, *, is_async: bool = True, price: float = 0.5, vocab_size: int = 100, is_multimodal: bool = False
+    ):
         options = SpecPlusOptions(
             method="mtp",
             mtp_strategy="with_ngram",
@@ -55,7 +57,7 @@ class Engine:
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=4, async_scheduling=is_async),
             parallel_config=SimpleNamespace(data_parallel_size=1),
-            model_config=model_config(MAX_LEN),
+            model_config=model_config(MAX_LEN, vocab_size, is_multimodal),
         )
         self.token_ids = torch.ones(4, MAX_LEN, dtype=torch.int32)
         self.total_len = torch.full((4,), MAX_LEN, dtype=torch.int32)
@@ -131,6 +133,21 @@ def test_a_model_that_brings_nothing_in_steps_without_slots_sleeps(is_async):
     assert passes[10:] == [0] * 6
     # So it stays where there are slots again.
     assert engine.step("a") == 0
+
+
+@pytest.mark.parametrize("is_multimodal", [True, False])
+def test_no_placeholder_of_a_prompt_is_drafted(is_multimodal):
+    """A draft is read as text, and the embedding has no row for it."""
+    engine = Engine(price=0.01, vocab_size=8, is_multimodal=is_multimodal)
+    engine.add("a", 0)
+    text = torch.tensor([1, 2, 3, 8, 4, 9, 5] * 8, dtype=torch.int32)[:MAX_LEN]
+    engine.token_ids[0, : len(text)] = text
+    seen = set()
+    for length in range(22, 28):
+        engine.total_len[0] = length - 1
+        engine.step("a")
+        seen |= set(engine.drafting.draft_tokens[0].tolist())
+    assert (max(seen) == 7) == is_multimodal
 
 
 def test_a_pass_over_a_prompt_is_not_paid_for_by_its_request():

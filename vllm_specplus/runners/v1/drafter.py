@@ -50,17 +50,19 @@ else:
 def make_matcher(kind: str, vllm_config: Any, faults: Faults) -> Matcher:
     """Make the matcher of a strategy or method: ``ngram`` or ``suffix``."""
     options: SpecPlusOptions = vllm_config.speculative_config.specplus
+    model_config = vllm_config.model_config
+    vocab_size = model_config.get_vocab_size() if model_config.is_multimodal_model else None
     if kind == "suffix":
-        return GuardedMatcher(SuffixMatcher(**options.suffix_matcher), faults)
+        return GuardedMatcher(SuffixMatcher(**options.suffix_matcher), faults, vocab_size)
     ngram = NgramMatcher(
         MAX_BATCHES_WITH_STATE * vllm_config.scheduler_config.max_num_seqs,
-        vllm_config.model_config.max_model_len,
+        model_config.max_model_len,
         min_ngram_size=options.min_ngram_size,
         max_ngram_size=options.max_ngram_size,
         match_order=options.ngram_match_order,
         match_len_cap=MATCH_LEN_CAP if options.adaptive else max(options.match_override_len, 1),
     )
-    return GuardedMatcher(ngram, faults)
+    return GuardedMatcher(ngram, faults, vocab_size)
 
 
 def make_adaptive_drafter(vllm_config: Any, faults: Faults) -> AdaptiveDrafter:

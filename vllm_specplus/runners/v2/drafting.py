@@ -63,6 +63,9 @@ class Drafting:
         )
         self.requests = RequestTracker(vllm_config, device, req_states, self._copier, self.counts)
         self._faults = self.requests.live_requests.faults
+        model_config = vllm_config.model_config
+        # A prompt may have placeholders of images or sound that the model cannot read as text.
+        self._last_token = model_config.get_vocab_size() - 1 if model_config.is_multimodal_model else None
         self._slot_filler = self._make_slot_filler(vllm_config, device, req_states)
         req_states.drafting = self
 
@@ -137,6 +140,8 @@ class Drafting:
         """
         with self._faults.caught("drafting", input_batch.req_ids):
             drafts, num_drafts, num_model = self._fill(input_batch, model_drafts, num_sampled, width)
+            if self._last_token is not None:
+                drafts.clamp_(max=self._last_token)
             if draft_logits is not None:
                 write_one_hot_rows(draft_logits, input_batch.idx_mapping, drafts, num_drafts, num_model)
             return drafts

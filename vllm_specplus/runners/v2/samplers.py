@@ -247,7 +247,8 @@ class StrategyRejectionSampler(CountingRejectionSampler):
         states = self.sampler.sampling_states
         # Of vLLM's types.
         at, numbers = (torch.zeros(2, dtype=dtype_of, device=device) for dtype_of in (torch.int64, torch.int32))
-        # vLLM pads the vocabulary and cuts the logits to size; the kernels are compiled for the distance between rows.
+        # The kernels are compiled for the distance between rows. vLLM pads the model's logits and cuts them to size;
+        # those that it makes of them have no padding.
         padded = pad_vocab_size(states.vocab_size)
         drafts: dict[str, Any] = {"max_rows": self.num_speculative_steps + 1}
         if draft_logits is not None and uses_draft_distribution(self.sampler._options.verify_strategy):
@@ -255,8 +256,8 @@ class StrategyRejectionSampler(CountingRejectionSampler):
         if self.sampler._options.allow_force_accept:
             drafts["accepts_all"] = torch.zeros(len(states.temperature.np), dtype=torch.bool, device=device)
         saved = states.temperature.np[0], states.is_filtered[0]
-        for logits_dtype in {dtype, torch.float32}:
-            logits = torch.zeros(2, padded, dtype=logits_dtype, device=device)[:, : states.vocab_size]
+        for logits_dtype, stride in {(dtype, padded), (torch.float32, states.vocab_size)}:
+            logits = torch.zeros(2, stride, dtype=logits_dtype, device=device)[:, : states.vocab_size]
             for temperature, is_filtered in ((0.0, False), (1.0, False), (1.0, True)):
                 states.temperature.np[0], states.is_filtered[0] = temperature, is_filtered
                 for num_rows, batch, options in (
