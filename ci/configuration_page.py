@@ -62,7 +62,20 @@ INTRODUCTION = """# Configuration reference
 
 These are the keys of `--speculative-config` that the plugin reads. vLLM's other keys stay vLLM's. The names of other
 systems are in [migration](migration.md). `python ci/configuration_page.py` writes this page from the code. Each
-sentence is that of `vllm-specplus check --explain`, in the config that stands above it."""
+sentence is that of `vllm-specplus check --explain`, in the config that stands above it with the key added.
+
+- Without a key of the plugin that asks for something, vLLM drafts and verifies by itself.
+- vLLM's `prompt_lookup_max` and `prompt_lookup_min` are other names of the sizes of n-grams, in hybrids too.
+- vLLM's `parallel_drafting` and `num_speculative_tokens_per_batch_size` are refused in a hybrid. With `naive` the
+  latter is refused too."""
+# What holds where a key is left out of a config that asks for nothing else.
+NEUTRAL = {
+    "mtp_strategy": '`"default"`: vLLM\'s drafter alone',
+    "verify_strategy": "not set: vLLM's own rejection sampling verifies, on a CPU with V1 the plugin's lossless rule",
+    "accept_policy": '`"normal"`',
+    "allow_force_accept": "`false`",
+    "suffix_decoding_max_cached_tokens": "a sixteenth of the machine's memory",
+}
 
 
 def lines() -> Iterator[str]:
@@ -96,6 +109,9 @@ def lines() -> Iterator[str]:
 
 def default_line(key: str, others: dict[str, Any]) -> Iterator[str]:
     """A line on what holds without a key, where the others do not need it."""
+    if key in NEUTRAL:
+        yield f"- Left out, it is {NEUTRAL[key]}."
+        return
     try:
         options = resolve(others).options
     except SpecPlusConfigError:

@@ -70,7 +70,7 @@ def test_defaults() -> None:
 
 
 def test_the_versions_of_vllm_are_those_that_were_tested() -> None:
-    assert f"beside vLLM {' or '.join(TESTED_VERSIONS)};" in README
+    assert f"beside vLLM {' or '.join(TESTED_VERSIONS)}\n" in README
 
 
 def test_the_configs_to_choose_from(monkeypatch: pytest.MonkeyPatch) -> None:
