@@ -5,12 +5,18 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, patch
 
 import pytest
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.platforms.cpu import CpuPlatform
+
+# Each start on V1 replaces the same kernels in all loaded modules, which takes a second. A process needs it once.
+CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(CpuPlatform.register_triton_kernel_overrides))
 
 # vLLM's start looks into every loaded module. An attribute of this one answers to every name, "__dict__" too, which
 # ends that start; an earlier engine may have loaded it with numba.
@@ -161,20 +167,31 @@ def engine(model: Path, speculative_config: dict[str, Any] | None = None, **args
         "disable_log_stats": False,
         "enable_prefix_caching": False,
     }
-    # vLLM collects garbage ten times in an engine's life. Going through its imported modules takes a third of a second.
+    with _imports_frozen():
+        hidden = sys.modules.pop(_HIDDEN, None)
+        try:
+            llm = LLM(model=str(model), speculative_config=speculative_config, **defaults | args)
+        except BaseException:
+            # Otherwise the next engine finds the process groups of this one.
+            cleanup_dist_env_and_memory()
+            raise
+        finally:
+            if hidden is not None:
+                sys.modules[_HIDDEN] = hidden
+        try:
+            yield Engine(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _imports_frozen() -> Iterator[None]:
+    """Keep what has been imported out of the ten garbage collections of an engine's life, each of 0.2 s otherwise.
+
+    vLLM would freeze the engine too, and thaw all of it before the last of them.
+    """
+    gc.collect()  # what is left of the engine before
     gc.freeze()
-    hidden = sys.modules.pop(_HIDDEN, None)
-    try:
-        llm = LLM(model=str(model), speculative_config=speculative_config, **defaults | args)
-    except BaseException:
-        # Otherwise the next engine finds the process groups of this one.
-        cleanup_dist_env_and_memory()
-        raise
-    finally:
-        if hidden is not None:
-            sys.modules[_HIDDEN] = hidden
-    try:
-        yield Engine(llm)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
+    with patch.multiple(gc, freeze=DEFAULT, unfreeze=DEFAULT):
+        yield

@@ -1,6 +1,7 @@
 """What vLLM's kernels need of Triton's interpreter beyond what it does: two gaps, and most of its time."""
 
 from collections.abc import Callable
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -37,6 +38,15 @@ def patch_language_once() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
+    # It builds a table of all types in each operation.
+    find_dtype = interpreter._get_np_dtype
+    find_dtype_once = cache(find_dtype)
+
+    def np_dtype(kind: Any) -> np.dtype[Any]:
+        scalar = kind.scalar
+        return find_dtype(scalar) if scalar.is_ptr() else find_dtype_once(scalar)  # a pointer's type has no hash
+
+    interpreter._get_np_dtype = np_dtype
 
 
 def accept_any_mask() -> None:
