@@ -69,10 +69,10 @@ def base(tiny: Path, trained: Path) -> dict[Path, Texts]:
         pytest.param("mtp_suffix", async_engine, marks=pytest.mark.slow),
         pytest.param("draft_model_ngram", async_engine, marks=pytest.mark.slow),
         pytest.param("draft_model_suffix", engine, marks=pytest.mark.slow),
-        ("eagle_ngram", engine),
+        pytest.param("eagle_ngram", engine, marks=pytest.mark.slow),
         pytest.param("eagle_suffix", engine, marks=pytest.mark.slow),
         ("ngram", async_engine),
-        ("suffix", async_engine),
+        pytest.param("suffix", async_engine, marks=pytest.mark.slow),
         pytest.param("naive", engine, marks=pytest.mark.slow),
     ],
 )

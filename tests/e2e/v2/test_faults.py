@@ -88,9 +88,9 @@ def test_a_fault_in_suffix_trees_or_a_reference_is_of_its_request_alone(
 @pytest.mark.parametrize(
     ("is_async", "is_adaptive"),
     [
-        (True, True),
+        (True, False),
         pytest.param(False, False, marks=pytest.mark.slow),
-        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
         pytest.param(False, True, marks=pytest.mark.slow),
     ],
 )

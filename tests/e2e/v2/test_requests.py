@@ -92,7 +92,7 @@ def test_limits_and_isolation(trained: Path, draft: Path, base: dict[Path, list[
         assert e.counts().drafted == 2 * alone
 
 
-@pytest.mark.parametrize("proposer", ["naive", "mtp_ngram"])
+@pytest.mark.parametrize("proposer", [pytest.param("naive", marks=pytest.mark.slow), "mtp_ngram"])
 def test_seeded_text_is_the_text_without_speculation(proposer: str, trained: Path, draft: Path) -> None:
     sampled = {"temperature": 0.8, "seed": 7, "max_tokens": TOKENS}
     with engine(trained) as e:

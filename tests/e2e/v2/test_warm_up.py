@@ -97,7 +97,9 @@ def use(e: Engine, texts: list[list[int]], may_force: bool, monkeypatch: pytest.
             marks=pytest.mark.slow,
         ),
         ("mtp_suffix", async_engine, {"draft_sample_method": "probabilistic"}),
-        ("mtp_ngram", async_engine, {"adaptive": True, "verify_strategy": "target_match"}),
+        pytest.param(
+            "mtp_ngram", async_engine, {"adaptive": True, "verify_strategy": "target_match"}, marks=pytest.mark.slow
+        ),
         pytest.param("mtp_suffix", engine, {"adaptive": True}, marks=pytest.mark.slow),
         pytest.param(
             "ngram",

@@ -330,7 +330,7 @@ USUAL = WIDE | {"width": 6, "lengths": [0, 1, 2, 6]}
 EMPTY = USUAL | {"text_lengths": [0], "lengths": [0]}
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(cases())
 @example(WIDE)
 @example(EMPTY)

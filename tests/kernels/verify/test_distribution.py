@@ -124,6 +124,7 @@ def forgets_the_cut(row, head, inside, key, residual, DRAFT_LOGITS):  # noqa: N8
     return sample_of_head(row, head, head.tokens < row.vocab_size, key, residual, DRAFT_LOGITS)
 
 
+@pytest.mark.slow
 def test_power_of_topp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "sample_of_head", forgets_the_cut)
     assert p_value("topp") < 1e-6

@@ -93,7 +93,14 @@ def test_equal_logits_of_a_long_row(filters: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_reqs", "strategy"),
-    [(1, "rejection"), (1, "greedy"), (129, "topp"), (129, "target_match"), (512, "rejection"), (512, "greedy")],
+    [
+        (1, "rejection"),
+        (1, "greedy"),
+        (129, "topp"),
+        (129, "target_match"),
+        pytest.param(512, "rejection", marks=pytest.mark.slow),
+        (512, "greedy"),
+    ],
 )
 def test_many_requests(num_reqs: int, strategy: str) -> None:
     """More requests than one step of the search for a row's request takes; some have no rows."""
