@@ -203,11 +203,3 @@ def texts(
         found = e.tokens(FEW, max_tokens=max_tokens)
         assert calls or not looks_at_layer
         return found, stats(e) if is_hybrid else {}
-
-
-def cells(column: str) -> dict[str, str]:
-    """The cells of one column of the section "Drafters" of docs/features.md, by drafter."""
-    _, _, section = (Path(__file__).parents[2] / "docs" / "features.md").read_text().partition("\n## Drafters\n")
-    table = section.partition("\n| ")[2].partition("\n\n")[0].splitlines()
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
-    return {row[0]: row[header.index(column)] for row in rows}

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.distributed.parallel_state import get_tp_group
 
-from tests.e2e.engines import PROMPTS, Engine
+from tests.e2e.engines import PROMPTS, Engine, engine
 from tests.e2e.faults import (
     FAULTY,
     OTHERS,
@@ -21,7 +22,7 @@ from tests.e2e.faults import (
     let_drafts_pay_in_worker,
     recover_in_worker,
 )
-from tests.e2e.references import ask, asking
+from tests.e2e.references import ask, asking, stats
 from vllm_specplus.engine.salts import SaltingMixin
 from vllm_specplus.proposers.costs import Costs, Pace
 
@@ -159,6 +160,21 @@ def check_all_workers_alike(
         assert len(of_first) > 20
         assert of_first == of_last
     return counts
+
+
+def check_expert_parallelism(model: Path, config: dict[str, Any], texts: list[list[int]]) -> None:
+    """One worker that holds all experts gives the greedy texts of one without expert parallelism.
+
+    Args:
+        model: a mixture of experts.
+        config: of the engine, whose drafts pay.
+        texts: of the first four prompts, of one length.
+    """
+    with engine(model, config, enable_expert_parallel=True) as e:
+        assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=len(texts[0])) == texts * 2
+        counts = stats(e)
+        assert sum(counts["accepted"]["reference"]) > 0
+        assert config["method"] == "suffix" or sum(counts["drafted"]["model"]) > 0
 
 
 # What fails in a worker, whichever runner it has, by the part in which that is counted.

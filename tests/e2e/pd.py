@@ -148,6 +148,17 @@ def check_same_results(model: Path, config: dict[str, Any], folder: Path, **samp
         check_results(pd, expected, **sampling)
 
 
+def check_same_texts(model: Path, config: dict[str, Any], folder: Path) -> None:
+    """The pair says what one engine says. What an adaptive config drafts depends on times."""
+    expected = one_engine(model, config)
+    with started(model, config, folder) as pd:
+        found = _results(pd)
+        assert [text for text, _ in found.answers] == [text for text, _ in expected.answers]
+        assert sum(map(sum, found.drafts["accepted"].values())) > 0
+        assert pd.prefill.metric("vllm:spec_decode_num_draft_tokens_total") == 0
+        assert pd.decode.metric("vllm:external_prefix_cache_hits_total") == sum(map(whole_blocks, PROMPTS))
+
+
 def check_draft_cache(model: Path, config: dict[str, Any], folder: Path) -> None:
     """Fewer of the draft model's drafts are accepted once noise comes over in place of its own cache."""
     caches = folder / "caches"

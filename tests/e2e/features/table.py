@@ -3,11 +3,9 @@
 docs/features.md has a row for each. The tests hold its cells to what is found here.
 """
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +60,3 @@ def groups(trained: Path, folder: Path, start: Start = engine) -> dict[str, Grou
             [name], lambda config, _, name=name, own=own: {name: own.outcome(start, config)}, own.ours, own.stock
         )
     return found
-
-
-def cells(column: str) -> dict[str, str]:
-    """The cells of one column of the first table of docs/features.md, by feature."""
-    lines = (Path(__file__).parents[3] / "docs" / "features.md").read_text().splitlines()
-    table = takewhile(lambda line: line.startswith("|"), dropwhile(lambda line: not line.startswith("|"), lines))
-    header, _, *rows = ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table)
-    return {row[0]: row[header.index(column)] for row in rows}

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, cells, check_hybrid, verdict
+from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, check_hybrid, verdict
 from tests.e2e.engines import marked
+from tests.e2e.tables import Table, check_cell
 
 # Those that run in CI; the others have the same parts of the plugin below them.
 FAST = {"Medusa", "Qwen3-Next MTP"}
@@ -13,11 +14,11 @@ FAST = {"Medusa", "Qwen3-Next MTP"}
 
 @pytest.mark.parametrize("name", marked(DRAFTERS, (), slow=DRAFTERS.keys() - FAST))
 def test_drafter(name: str, tmp_path: Path) -> None:
-    assert verdict(name, tmp_path / "model", on_v2=False) == cells("V1")[name]
+    check_cell("drafter", name, "V1", verdict(name, tmp_path / "model", on_v2=False))
 
 
 def test_every_row_is_a_drafter() -> None:
-    assert list(cells("V1")) == list(DRAFTERS)
+    assert list(Table("drafter").column("V1")) == list(DRAFTERS)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.faults import let_drafts_pay
-from tests.e2e.features.table import FEATURES, Group, cells, groups
+from tests.e2e.features.table import FEATURES, Group, groups
+from tests.e2e.tables import Table, check_cell
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +19,8 @@ def found(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature(name: str, found: dict[str, Group]) -> None:
-    assert found[name].verdicts[name] == cells("V1")[name]
+    check_cell("feature", name, "V1", found[name].verdicts[name])
 
 
 def test_every_row_is_a_feature() -> None:
-    assert list(cells("V1")) == list(FEATURES)
+    assert list(Table("feature").column("V1")) == list(FEATURES)

@@ -10,15 +10,15 @@ import pytest
 from tests.e2e.drafters import ADAPTIVE, APPEND, MTP
 from tests.e2e.engines import PROMPTS, engine, marked
 from tests.e2e.families import make_family
-from tests.e2e.faults import let_drafts_pay_in_worker
-from tests.e2e.parallel import TWO, bind_a_core_each, check_all_workers_alike
-from tests.e2e.references import stats
+from tests.e2e.faults import let_drafts_pay, let_drafts_pay_in_worker
+from tests.e2e.parallel import TWO, bind_a_core_each, check_all_workers_alike, check_expert_parallelism
 from tests.e2e.serving import serve
 
 MAX_TOKENS = 16
 CONFIGS: dict[str, dict[str, Any]] = {
     "adaptive": MTP | ADAPTIVE,
     "append": MTP | APPEND | {"verify_strategy": "topp"},
+    "append, rejection": MTP | APPEND | {"verify_strategy": "rejection"},
     "suffix": {
         "method": "suffix",
         "num_speculative_tokens": 6,
@@ -49,11 +49,12 @@ def test_two_workers(name: str, mixture: Path, plain: list[list[int]], monkeypat
         assert name == "suffix" or sum(counts["drafted"]["model"]) > 0
 
 
-@pytest.mark.slow
-def test_expert_parallelism_of_one_worker(mixture: Path, plain: list[list[int]]) -> None:
-    with engine(mixture, CONFIGS["append"], enable_expert_parallel=True) as e:
-        assert e.tokens(PROMPTS[:4], max_tokens=MAX_TOKENS) == plain
-        assert sum(stats(e)["drafted"]["model"]) > 0
+@pytest.mark.parametrize("name", marked(CONFIGS, (), slow=CONFIGS))
+def test_expert_parallelism_of_one_worker(
+    name: str, mixture: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_drafts_pay(monkeypatch)
+    check_expert_parallelism(mixture, CONFIGS[name], plain)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engines import speculative, target
-from tests.e2e.pd import check_draft_cache, check_hybrid, check_same_results
+from tests.e2e.pd import check_draft_cache, check_hybrid, check_same_results, check_same_texts
 
 
 @pytest.mark.every_version
@@ -19,6 +19,11 @@ def test_nixl(trained: Path, draft: Path, tmp_path: Path) -> None:
     pytest.importorskip("nixl", reason="NIXL is not installed: pip install nixl")
     config = speculative("mtp_ngram", draft)
     check_hybrid(trained, config, tmp_path, "--connector", "NixlConnector", handed_over=len)
+
+
+@pytest.mark.slow
+def test_an_adaptive_hybrid(trained: Path, draft: Path, tmp_path: Path) -> None:
+    check_same_texts(trained, speculative("adaptive", draft), tmp_path)
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """examples/ray_serve.py: what a request asks of the plugin works behind Ray Serve's address as it does with vLLM's."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ from tests.e2e.processes import ray_environment
 from tests.e2e.serving import Server, free_port
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
-pytest.importorskip("vllm.entrypoints.launchers.cli_args", reason="Ray 2.60 imports what vLLM 0.33 has moved")
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "ray_serve.py"
 # Tokens are bytes.
@@ -33,9 +34,15 @@ START_SECONDS, END_SECONDS = 540, 120
 NUM_REQUESTS = 17
 
 
+# Ray 2.60 imports it, and vLLM 0.33 has moved it.
+RUNS = find_spec("vllm.entrypoints.launchers.cli_args") is not None
+
+
 @pytest.fixture(scope="module")
 def served(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two replicas of the hybrid."""
+    if not RUNS:
+        pytest.skip("Ray 2.60 imports what vLLM 0.33 has moved")
     port = free_port()
     log = tmp_path_factory.mktemp("ray") / "log"
     command = [sys.executable, SCRIPT, trained, "--served-model-name", "tiny", "--port", str(port)]
@@ -126,3 +133,16 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         got = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert got.returncode == 1
     assert got.stderr.splitlines()[-1].startswith(f"--host 127.0.0.1 --port {port} is not allowed: an address that is")
+
+
+@pytest.mark.every_version
+def test_a_vllm_that_ray_does_not_run_beside(trained: Path) -> None:
+    if RUNS:
+        pytest.skip("Ray runs beside this vLLM")
+    command = [sys.executable, SCRIPT, trained, "--port", str(free_port()), "--ray", json.dumps(RAY)]
+    got = subprocess.run(
+        command, env=ray_environment(), capture_output=True, text=True, timeout=START_SECONDS, check=False
+    )
+    assert got.returncode == 1
+    message = got.stderr.splitlines()[-1]
+    assert re.fullmatch(r"Ray \S+ does not run beside vLLM \S+: No module named .*\. Install 'vllm<0\.33'", message)

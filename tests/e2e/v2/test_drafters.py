@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, cells, check_hybrid, verdict
+from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, check_hybrid, verdict
 from tests.e2e.engines import engine, marked
+from tests.e2e.tables import check_cell
 from tests.e2e.v2.engines import tokens, v1_tokens
 
 pytestmark = pytest.mark.interpreter
@@ -16,7 +17,7 @@ FAST = {"Medusa", "MiMo MTP of two layers"}
 
 @pytest.mark.parametrize("name", marked(DRAFTERS, (), slow=DRAFTERS.keys() - FAST))
 def test_drafter(name: str, tmp_path: Path) -> None:
-    assert verdict(name, tmp_path / "model", on_v2=True) == cells("V2")[name]
+    check_cell("drafter", name, "V2", verdict(name, tmp_path / "model", on_v2=True))
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import pytest
 
 from tests.e2e.engines import engine
 from tests.e2e.faults import let_drafts_pay
-from tests.e2e.features.table import FEATURES, IN_PROCESS, Group, cells, groups
+from tests.e2e.features.table import FEATURES, IN_PROCESS, Group, groups
+from tests.e2e.tables import Table, check_cell
 from tests.e2e.v2.engines import async_engine
 
 pytestmark = pytest.mark.interpreter
@@ -26,13 +27,9 @@ def found(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 @pytest.mark.slow
 @pytest.mark.parametrize(("column", "name"), CELLS)
 def test_feature(column: str, name: str, found: dict[str, dict[str, Group]]) -> None:
-    assert found[column][name].verdicts[name] == cells(column)[name]
-
-
-def test_every_row_is_a_feature() -> None:
-    assert list(cells("V2")) == list(FEATURES)
+    check_cell("feature", name, column, found[column][name].verdicts[name])
 
 
 def test_what_the_server_does_is_not_seen_with_asynchronous_scheduling() -> None:
-    column = cells("V2, asynchronous scheduling")
+    column = Table("feature").column("V2, asynchronous scheduling")
     assert [name for name in column if column[name] != "not seen"] == [n for n in FEATURES if n in IN_PROCESS]

@@ -5,13 +5,18 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engines import speculative, target
-from tests.e2e.pd import check_draft_cache, check_hybrid, check_same_results
+from tests.e2e.pd import check_draft_cache, check_hybrid, check_same_results, check_same_texts
 
 pytestmark = pytest.mark.interpreter
 
 
 def test_hybrid(trained: Path, draft: Path, tmp_path: Path) -> None:
     check_hybrid(trained, speculative("mtp_ngram", draft), tmp_path)
+
+
+@pytest.mark.slow
+def test_an_adaptive_hybrid(trained: Path, draft: Path, tmp_path: Path) -> None:
+    check_same_texts(trained, speculative("adaptive", draft), tmp_path)
 
 
 @pytest.mark.slow
