@@ -275,6 +275,17 @@ def test_expert_parallel_workers_on_a_cpu(
 
 
 @pytest.mark.parametrize("runner", ["0", "1"])
+def test_linear_attention_on_a_cpu(runner: str, tmp_path: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    model = make_family(tmp_path / "model", "qwen3_next")
+    for config in (HYBRID, SUFFIX, NAIVE):
+        with pytest.raises(SpecPlusConfigError, match="a model with linear attention is not allowed on a CPU"):
+            engine_args(model, config).create_engine_config()
+    # A strategy alone drafts nothing.
+    engine_args(model, STOCK | {"verify_strategy": "topp"}).create_engine_config()
+
+
+@pytest.mark.parametrize("runner", ["0", "1"])
 def test_data_parallel_engines_that_share_experts_on_a_cpu(
     runner: str, tiny: Path, tmp_path: Path, on_v2: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, check_hybrid, verdict
-from tests.e2e.engines import marked
+from tests.e2e.engines import PROMPTS, engine, marked
 from tests.e2e.tables import Table, check_cell
 
 # Those that run in CI; the others have the same parts of the plugin below them.
@@ -19,6 +19,17 @@ def test_drafter(name: str, tmp_path: Path) -> None:
 
 def test_every_row_is_a_drafter() -> None:
     assert list(Table("drafter").column("V1")) == list(DRAFTERS)
+
+
+@pytest.mark.slow
+def test_vllm_itself_cannot_match_ngrams_for_linear_attention(tmp_path: Path) -> None:
+    """Without keys of the plugin too, drafts of varying number end the engine on a CPU: docs/features.md says so."""
+    drafter = DRAFTERS["Qwen3-Next MTP"]
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    model = drafter.make(tmp_path / "model")
+    words = r"The size of tensor a .* must match the size of tensor b"
+    with engine(model, config, **drafter.engine) as e, pytest.raises(RuntimeError, match=words):
+        e.tokens(PROMPTS[:4], max_tokens=24)
 
 
 @pytest.mark.slow

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.logging_utils import dump_input
 
-from tests.e2e.engines import PROMPTS, engine, marked, target
+from tests.e2e.engines import PROMPTS, Engine, engine, marked, speculative, target
 from tests.e2e.references import DRAFTING, ask, asking, check_sums, config_of, stats
 
 TOKENS = 60
@@ -38,6 +39,26 @@ def test_greedy_text_is_the_text_without_speculation(
     # Four of the eight references are the text itself, and one nearly is.
     assert accepted["reference"] > TOKENS
     assert accepted["unfilled"] == 0
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "suffix"])
+def test_a_prompt_of_embeddings_has_no_drafts(proposer: str, trained: Path, draft: Path) -> None:
+    """It has no token ids to match; the request beside it keeps its drafts."""
+
+    def texts(e: Engine, *prompts: dict[str, Any]) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        return [list(r.outputs[0].token_ids) for r in e.llm.generate(list(prompts), params, use_tqdm=False)]
+
+    with engine(trained, enable_prompt_embeds=True) as e:
+        size = e.llm.model_config.get_hidden_size()
+        embeddings = {"prompt_embeds": torch.randn(12, size, generator=torch.Generator().manual_seed(1))}
+        tokens = {"prompt_token_ids": PROMPTS[0]}
+        expected = texts(e, embeddings, tokens)
+    with engine(trained, speculative(proposer, draft), enable_prompt_embeds=True) as e:
+        assert texts(e, embeddings) == expected[:1]
+        assert e.counts().drafted == 0
+        assert texts(e, embeddings, tokens) == expected
+        assert e.counts().accepted > 0
 
 
 @pytest.mark.parametrize("proposer", ["naive", "mtp_ngram", "suffix"])
