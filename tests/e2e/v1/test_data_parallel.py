@@ -23,7 +23,6 @@ def test_two_engines_of_one_address(texts: list[str], trained: Path, tmp_path: P
     check_two_engines(trained, CONFIG, texts, tmp_path)
 
 
-@pytest.mark.slow
 def test_one_api_server(texts: list[str], trained: Path, tmp_path: Path) -> None:
     """A hybrid that is not adaptive drafts without predictions too."""
     check_two_engines(trained, CONFIG | {"adaptive": False}, texts, tmp_path, "--api-server-count", "1")
