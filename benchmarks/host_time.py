@@ -52,7 +52,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from tests.triton_cpu.interpreted_cpu.patches import patch_language_once
+from tests.triton_cpu.interpreted_cpu.patches import speed_up
 from vllm_specplus.strategies import STRATEGIES
 from vllm_specplus.testing.tiny_model import make_random
 
@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rounds = args.rounds or (5 if args.tiny else 2000)
     names = ["none", VLLM, "rejection"] if args.tiny else list(CONFIGS)
-    patch_language_once()
+    speed_up()
     console, parts, plain, wrong = Console(), [], [], []
     with tempfile.TemporaryDirectory() as folder:
         model = make_random(Path(folder))

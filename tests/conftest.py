@@ -25,9 +25,9 @@ settings.load_profile("repeatable")
 
 _HAS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 if _HAS_INTERPRETER:
-    from tests.triton_cpu.interpreted_cpu.patches import patch_language_once
+    from tests.triton_cpu.interpreted_cpu.patches import speed_up
 
-    patch_language_once()
+    speed_up()
 
 
 @pytest.hookimpl(trylast=True)  # after the tests that -m and -k leave out have gone

@@ -1,6 +1,7 @@
 """What vLLM's kernels need of Triton's interpreter beyond what it does: two gaps, and most of its time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -12,22 +13,30 @@ from triton.runtime import interpreter
 
 
 def apply() -> None:
-    """Patch Triton, once per process."""
-    patch_language_once()
+    """Patch Triton, once per process, for engines."""
+    speed_up()
+    # Tests of kernels alone look for overflows. That makes four operations of one, a third of an engine's time.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
     accept_any_mask()
     libdevice.log1p = _log1p
 
 
-def patch_language_once() -> None:
-    """Spare the interpreter most of its time.
+def speed_up() -> None:
+    """Spare the interpreter most of its time, in which it derives the same things again and again."""
+    if interpreter._patch_lang.__module__ != __name__:
+        _patch_language_once()
+        _find_dtypes_once()
+        _derive_shapes_once()
 
-    It patches `triton.language` for each launch and again for each call of a device function. The patch depends only on
-    the module that the function sees, one of two. Under the interpreter nobody needs the originals. So each module is
-    patched at its first use and stays so.
+
+def _patch_language_once() -> None:
+    """The interpreter patches `triton.language` for each launch and again for each call of a device function.
+
+    The patch depends only on the module that the function sees, one of two. Under the interpreter nobody needs the
+    originals. So each module is patched at its first use and stays so.
     """
     patch = interpreter._patch_lang
-    if patch.__module__ == __name__:
-        return
     done: set[int] = set()
 
     def patch_once(function: FunctionType) -> Any:
@@ -38,15 +47,45 @@ def patch_language_once() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
-    # It builds a table of all types in each operation.
-    find_dtype = interpreter._get_np_dtype
-    find_dtype_once = cache(find_dtype)
+
+
+def _find_dtypes_once() -> None:
+    """The interpreter makes a table of all types to look one up, in each operation."""
+    find = interpreter._get_np_dtype
+    find_once = cache(find)
 
     def np_dtype(kind: Any) -> np.dtype[Any]:
         scalar = kind.scalar
-        return find_dtype(scalar) if scalar.is_ptr() else find_dtype_once(scalar)  # a pointer's type has no hash
+        return find(scalar) if scalar.is_ptr() else find_once(scalar)  # a pointer's type has no hash
 
     interpreter._get_np_dtype = np_dtype
+
+
+def _derive_shapes_once() -> None:
+    """Block types of a shape share what is derived from it, and so do tensors. Each operation makes several."""
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    types: dict[tuple[tl.dtype, tuple[int, ...]], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init_type(kind: tl.block_type, element: tl.dtype, shape: Any) -> None:
+        if element.is_ptr():  # has no hash
+            make_type(kind, element, shape)
+            return
+        key = element, tuple([getattr(size, "value", size) for size in shape])
+        if key not in types:
+            make_type(kind, element, shape)
+            types[key] = vars(kind).copy()
+        vars(kind).update(types[key])
+
+    def init_tensor(tensor: tl.tensor, handle: Any, kind: tl.dtype) -> None:
+        key = tuple(kind.shape) if kind.is_block() else ()
+        if key not in shapes:
+            make_tensor(tensor, handle, kind)
+            shapes[key] = tensor.shape, tensor.numel
+        tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+        tensor.shape, tensor.numel = shapes[key]
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
 
 
 def accept_any_mask() -> None:
