@@ -115,8 +115,15 @@ def test_in_a_terminal(server: StandIn) -> None:
     screen, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     command = [sys.executable, "-c", COMMAND, "top", server.url, "--interval", "0.2"]
-    # A session of its own, whose terminal sends Ctrl-C as a signal.
-    attach = f"import os, fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv({command[0]!r}, {command!r})"
+    # A session of its own, whose terminal sends Ctrl-C as a signal. It is ignored where a shell runs pytest behind it.
+    attach = "\n".join(
+        [
+            "import fcntl, os, signal, termios",
+            "signal.signal(signal.SIGINT, signal.SIG_DFL)",
+            "fcntl.ioctl(0, termios.TIOCSCTTY, 0)",
+            f"os.execv({command[0]!r}, {command!r})",
+        ]
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", attach],
         stdin=terminal,
