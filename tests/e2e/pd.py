@@ -63,6 +63,10 @@ class Results:
     answers: list[tuple[str, int]]
     drafts: dict[str, dict[str, list[int]]]
 
+    @property
+    def texts(self) -> list[str]:
+        return [text for text, _ in self.answers]
+
 
 @contextmanager
 def started(
@@ -153,7 +157,7 @@ def check_same_texts(model: Path, config: dict[str, Any], folder: Path) -> None:
     expected = one_engine(model, config)
     with started(model, config, folder) as pd:
         found = _results(pd)
-        assert [text for text, _ in found.answers] == [text for text, _ in expected.answers]
+        assert found.texts == expected.texts
         assert sum(map(sum, found.drafts["accepted"].values())) > 0
         assert pd.prefill.metric("vllm:spec_decode_num_draft_tokens_total") == 0
         assert pd.decode.metric("vllm:external_prefix_cache_hits_total") == sum(map(whole_blocks, PROMPTS))
@@ -167,7 +171,7 @@ def check_draft_cache(model: Path, config: dict[str, Any], folder: Path) -> None
         check_results(pd, expected)
         _spoil_draft_cache(model, caches)
         spoiled = _results(pd)
-    assert [text for text, _ in spoiled.answers] == [text for text, _ in expected.answers]
+    assert spoiled.texts == expected.texts
     # The decode server has counted both rounds.
     first, both = (sum(each.drafts["accepted"]["model"]) for each in (expected, spoiled))
     assert first <= both < 2 * first, (first, both)
