@@ -265,12 +265,18 @@ def check_death(pd: Pd, text: str) -> None:
     with pytest.raises(openai.APIStatusError, match="the decode server failed") as refused:
         pd.complete(PROMPTS[0])
     assert refused.value.status_code == 502
-    assert f"the decode server ended with {-signal.SIGKILL}" in pd.proxy.log()
+    told = f"the decode server ended with {-signal.SIGKILL}"
+    # The script tells it in a thread, which the answers above do not wait for.
+    wait_for(lambda: told in pd.proxy.log(), told)
 
 
 def check_nothing_is_left(group: int) -> None:
     """The processes of a server are gone once the system has noticed it."""
+    wait_for(lambda: not alive(of_group(group)), f"the end of group {group}")
+
+
+def wait_for(holds: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + END_SECONDS
-    while living := alive(of_group(group)):
-        assert time.monotonic() < deadline, living
+    while not holds():
+        assert time.monotonic() < deadline, f"waited in vain for: {what}"
         time.sleep(0.1)
