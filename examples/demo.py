@@ -167,7 +167,7 @@ def run(model: str, demo: Demo, name: str, advance: Callable[[str, int], None], 
             "token_ids": list(output.token_ids),
             "tokens_per_second": sorted(len(output.token_ids) / s for s in seconds),
             "steps_per_100_tokens": 100 * steps / (REPEATS * len(output.token_ids)),
-            "mean_accepted_length": 1 + accepted / drafts if drafts else 1.0,
+            "tokens_per_verification": 1 + accepted / drafts if drafts else 1.0,
             "accepted_by_position": [n / drafts if drafts else 0.0 for n in by_position],
         }
     return results
@@ -270,7 +270,13 @@ def report(results: dict[str, Results], console: Console) -> bool:
     """Print the table; return whether every text equals the one without speculation."""
     table = Table(title=f"greedy, up to {MAX_TOKENS} tokens, median (min to max) of {REPEATS} runs", box=SIMPLE)
     table.add_column("prompt\n  drafting", no_wrap=True)
-    for column in ("tokens/s", "steps per\n100 tokens", "mean\nlength", "% accepted\nby position", "same\ntext"):
+    for column in (
+        "tokens/s",
+        "steps per\n100 tokens",
+        "tokens per\nverification",
+        "% accepted\nby position",
+        "same\ntext",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     equal = True
     for prompt, plain in results[PLAIN].items():
@@ -286,7 +292,7 @@ def report(results: dict[str, Results], console: Console) -> bool:
                 f"  {name}",
                 f"{'* ' if name == fastest else ''}{speeds[name]:.0f} ({low:.0f} to {high:.0f})",
                 f"{mine['steps_per_100_tokens']:.0f}",
-                f"{mine['mean_accepted_length']:.2f}",
+                f"{mine['tokens_per_verification']:.2f}",
                 " ".join(f"{100 * share:.0f}" for share in mine["accepted_by_position"]) or "-",
                 "yes" if same else "NO",
                 style="bold" if name == fastest else None,

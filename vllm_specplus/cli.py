@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_specplus.compare.command import add_arguments as add_compare_arguments
 from vllm_specplus.compare.command import with_engine_args_joined
@@ -28,8 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return arguments.run(arguments)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="vllm-specplus",
         description="Further speculative decoding for vLLM: tools beside the engine.",
     )

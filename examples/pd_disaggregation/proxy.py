@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import socket
-import sys
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from typing import Any
 
@@ -57,7 +56,7 @@ def main() -> None:
     try:
         listener = socket.create_server((args.host, args.port))
     except (OSError, OverflowError) as error:
-        sys.exit(f"--host {args.host} --port {args.port} is not allowed: an address that is free ({error})")
+        parser.exit(2, f"--host {args.host} --port {args.port} is not allowed: an address that is free ({error})\n")
     run(args.prefill, args.decode, listener)
 
 

@@ -56,7 +56,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda caught, _: sys.exit(128 + caught))
     signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     with ExitStack() as running:
-        listener = running.enter_context(_listener(args))
+        listener = running.enter_context(_listener(parser, args))
         shared = args.shared_folder or running.enter_context(tempfile.TemporaryDirectory())
         servers = {role: running.enter_context(_server(role, args, shared, options)) for role in ROLES}
         for role, server in servers.items():
@@ -73,7 +73,7 @@ def _variable(entry: str) -> tuple[str, str]:
     return name, value
 
 
-def _listener(args: argparse.Namespace) -> socket.socket:
+def _listener(parser: argparse.ArgumentParser, args: argparse.Namespace) -> socket.socket:
     """The proxy's socket. All three ports have to be free: an older server would answer in place of the new one."""
     with ExitStack() as tried:
         for option in ("prefill_port", "decode_port", "port"):
@@ -82,7 +82,7 @@ def _listener(args: argparse.Namespace) -> socket.socket:
                 listener = socket.create_server((HOST, port))
             except (OSError, OverflowError) as error:
                 name = option.replace("_", "-")
-                sys.exit(f"--{name} {port} is not allowed: a free port, and another for each ({error})")
+                parser.exit(2, f"--{name} {port} is not allowed: a free port, and another for each ({error})\n")
             if option != "port":
                 tried.enter_context(listener)
     return listener

@@ -134,10 +134,11 @@ def test_a_difference_found_before_a_signal_is_told(
 
     monkeypatch.setattr(measure.EngineProcess, "call", interrupted)
     assert compare(model, config(2, "other text"), options=("--repeat", "3")) == 130
-    assert "token 2: 'token 9' instead of 'token 7'; the two best logits there: not known" in capsys.readouterr().out
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "NOT JUDGED" in line)
+    assert "token 2: 'token 9' instead of 'token 7'; the two best logits there: not known" in line
     data = results(model)
     assert len(data["differences"]) == 1
-    assert not data["recommendation"].startswith("Use")
+    assert data["recommendation"].startswith("Use none")
 
 
 def test_a_near_tie_is_no_error(
@@ -146,6 +147,16 @@ def test_a_near_tie_is_no_error(
     monkeypatch.setenv("STAND_IN_BF16", "1")
     assert compare(model, config(2, "near tie"), options=("--repeat", "2")) == 0
     assert "NEAR-TIE" in capsys.readouterr().out
+
+
+def test_a_near_tie_hides_no_defect(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_BF16", "1")
+    assert compare(model, config(2, "near tie, then other text"), options=("--repeat", "2")) == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "FAILED" in line)
+    assert "prompt island, token 1: '<666>' instead of '<6>'" in line
+    assert results(model)["recommendation"].startswith("Use none")
 
 
 def test_texts_are_not_compared_where_they_are_sampled(model: Path) -> None:
@@ -222,4 +233,5 @@ def test_options_that_are_none(
     with pytest.raises(SystemExit) as left:
         compare(model, config(2), options=options)
     assert left.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"vllm-specplus compare: error: {said}"

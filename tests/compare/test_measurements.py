@@ -85,7 +85,7 @@ def test_a_wrong_text_is_not_recommended_but_a_near_tie_is() -> None:
     found.differences = [Difference("mtp", 1, "p", 0, "a", "b", [], is_near_tie=True)]
     assert recommendation(found).startswith("Use mtp")
     found.differences = [Difference("mtp", 1, "p", 0, "a", "b", [], is_near_tie=False)]
-    assert recommendation(found) == "Only none was measured: there is nothing to choose from."
+    assert recommendation(found) == "Use none: no other configuration is fit."
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,9 @@ def test_a_wrong_text_is_not_recommended_but_a_near_tie_is() -> None:
         (0.1, "float32", (7, 9), False),
         (0.1, "bfloat16", (7, 9), True),
         (0.1, "bfloat16", (9, 7), True),
-        (2.0, "bfloat16", (7, 9), False),
+        (0.3, "bfloat16", (7, 9), False),
+        (0.01, "float16", (7, 9), True),
+        (0.1, "float16", (7, 9), False),
         (0.1, "bfloat16", (7, 8), False),  # a token that is not among the two best
         (0.1, "bfloat16", (7, None), False),  # an answer that ends early
         (0.1, "int4", (7, 9), False),

@@ -181,6 +181,9 @@ def test_field_names_are_those_of_vllm_bench_serve(server: Served, tmp_path: Pat
 
 
 def test_two_servers(server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    for earlier in ("report.html", "speed.png"):
+        (tmp_path / "out" / earlier).touch()
     with running() as other:
         other.shows_metrics = False
         options = ("--concurrency", "1,4", "--repeat", "2", "--api-key", "secret", "--temperature", "0.5")

@@ -20,7 +20,7 @@ def result(tokens: list[int], speed: float, steps: float) -> dict[str, Any]:
         "token_ids": tokens,
         "tokens_per_second": [speed - 10, speed, speed + 10],
         "steps_per_100_tokens": steps,
-        "mean_accepted_length": 1.5,
+        "tokens_per_verification": 1.5,
         "accepted_by_position": [0.5],
     }
 

@@ -274,14 +274,14 @@ def taken() -> Iterator[str]:
 def test_a_port_in_use(option: str, taken: str) -> None:
     """An older server would answer in place of the new one."""
     got = script("serve.py", "no-model", option, taken)
-    assert (got.returncode, got.stdout) == (1, "")
+    assert (got.returncode, got.stdout) == (2, "")
     (line,) = got.stderr.splitlines()
     assert line.startswith(f"{option} {taken} is not allowed: a free port, and another for each (")
 
 
 def test_two_equal_ports() -> None:
     got = script("serve.py", "no-model", "--prefill-port", "8131", "--decode-port", "8131")
-    assert (got.returncode, got.stdout) == (1, "")
+    assert (got.returncode, got.stdout) == (2, "")
     assert got.stderr.startswith("--decode-port 8131 is not allowed")
 
 
@@ -295,7 +295,7 @@ def test_an_environment_without_a_name_or_value(entry: str) -> None:
 def test_the_proxy_alone(taken: str) -> None:
     """For servers on two machines."""
     got = script("proxy.py", "--prefill", "http://a:1", "--decode", "http://b:1", "--port", taken)
-    assert (got.returncode, got.stdout) == (1, "")
+    assert (got.returncode, got.stdout) == (2, "")
     assert got.stderr.startswith(f"--host 127.0.0.1 --port {taken} is not allowed")
 
 

@@ -388,6 +388,28 @@ def test_a_debt_of_a_large_batch_is_not_forgotten_when_few_of_its_requests_remai
     assert account.allowance() > 0
 
 
+def test_a_credit_of_one_request_is_spent_sooner_by_a_large_batch() -> None:
+    account = CommonAccount()
+    account.add_tokens(0, 1, ONE)
+    account.add(1000 * ONE)
+    account.add_tokens(0, 16, ONE)
+    account.add(-16 * 3 * ONE)
+    assert account.allowance() > 0
+    account.add(-16 * 2 * ONE)
+    assert account.allowance() == ASLEEP
+
+
+def test_a_credit_survives_a_batch_that_grows_and_shrinks() -> None:
+    account = CommonAccount()
+    account.add_tokens(0, 3, ONE)
+    account.add(3 * 20 * ONE)
+    before = account.allowance()
+    for _ in range(50):
+        account.add_tokens(0, 4, ONE)
+        account.add_tokens(0, 3, ONE)
+    assert account.allowance() == pytest.approx(before, rel=0.01)
+
+
 def test_requests_are_asleep_when_all_have_given_the_model_up() -> None:
     arbiter = Play([], 4, 1).arbiter
     arbiter.begin_step(History(["a", "b"], np.zeros((2, 10), np.int32), np.array([1, 1]), np.array([1, 1])))

@@ -87,6 +87,16 @@ def test_a_pause_counts_as_three_usual_steps() -> None:
     assert meter.add_step(3, 1, 100.0) == 3.0
 
 
+def test_a_step_with_many_more_drafts_is_no_pause() -> None:
+    """Sixteen requests, where now and then all of them draft: on a CPU that takes eight times as long."""
+    meter = CostMeter()
+    for i in range(400):
+        num_drafts = 128 if i % 10 == 9 else 0
+        meter.add_step(num_drafts, 16, 1.0 + 7.0 * num_drafts / 128)
+    costs = meter.costs(16)
+    assert costs.slot + costs.verification / 128 == pytest.approx(7.0 / 128, rel=0.1)
+
+
 def test_steps_alike_say_nothing_of_a_slot() -> None:
     """Then it stays what is usual."""
     meter = CostMeter()

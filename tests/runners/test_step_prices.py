@@ -77,6 +77,17 @@ def test_slots_cost_what_the_clock_tells(clock: SimpleNamespace) -> None:
     assert prices.agree(1).slot == pytest.approx(0.1 * 2 / 1.4, rel=0.15)
 
 
+def test_another_batch_has_prices_at_once(clock: SimpleNamespace) -> None:
+    prices = make_prices()
+    play(prices, clock, 300)
+    alone = prices.agree(1)
+    assert prices.agree(1) is alone
+    beside_others = prices.agree(16)
+    assert beside_others.slot > 2 * alone.slot
+    assert prices.agree(17) is beside_others
+    assert prices.agree(12).slot < beside_others.slot
+
+
 def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
     prices = make_prices()
     play_with_passes(prices, clock, 100, num_drafts=3)

@@ -45,7 +45,9 @@ def read_configurations(baseline: str, texts: Sequence[str]) -> list[Configurati
         config = None if text.strip() == NONE else _parse(place, text)
         meaning, configuration = (NONE, Configuration("", None)) if config is None else _read(place, config)
         if meaning in seen:
-            raise RefusedError(f"{seen[meaning]} and {place} are equal: {text}")
+            raise RefusedError(
+                f"{seen[meaning]} and {place} are equal: {NONE if config is None else json.dumps(config)}"
+            )
         seen[meaning] = place
         found.append(configuration)
     names = _names([each.config for each in found])

@@ -54,7 +54,7 @@ def _parse(options: EngineOptions) -> EngineArgs:
         if getattr(args, name) != expected:
             raise RefusedError(f"--engine-args must not have --{name.replace('_', '-')}: the command sets it")
     args.speculative_config = options.config
-    if args.gpu_memory_utilization == EngineArgs.gpu_memory_utilization:
+    if not any(word.startswith(("--gpu-memory-utilization", "--gpu_memory_utilization")) for word in options.words):
         args.gpu_memory_utilization = _MEMORY_OF_ALL / options.num_engines
     if args.logprobs_mode == EngineArgs.logprobs_mode:
         # Only `best_two` asks for them.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from vllm_specplus.compare.configurations import Configuration
 from vllm_specplus.compare.measurements import Difference, Measurements, is_near_tie
@@ -166,47 +166,74 @@ def _without_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class _Departure(NamedTuple):
+    """Where an answer leaves the expected one.
+
+    number: of the prompt. prefix: the tokens that both have. expected, found: the next ones; None at an answer's end.
+    """
+
+    number: int
+    prefix: tuple[int, ...]
+    expected: int | None
+    found: int | None
+
+
 class _Checker:
     """Finds greedy answers that differ from those of the first configuration that keeps the greedy text."""
 
     def __init__(self, plan: Plan, measurements: Measurements, engines: _Engines):
         self._plan, self._measurements, self._engines = plan, measurements, engines
-        self._reference_runs: dict[int, tuple[Configuration, Run]] = {}
-        self._first_differences: dict[tuple[str, int], tuple[Configuration, int, int, list[int], list[int]]] = {}
+        self._expected: dict[int, tuple[Configuration, Run]] = {}
+        # By configuration's name and concurrency; each once, in the order in which they came.
+        self._departures: dict[tuple[str, int], dict[_Departure, None]] = {}
 
     def check(self, configuration: Configuration, level: int, run: Run) -> None:
-        """Compare a run's answers with those expected at this concurrency; note the first that differs."""
+        """Compare a run's answers with those expected at this concurrency; note where they leave them."""
         if self._plan.temperature > 0 or not configuration.keeps_greedy_text:
             return
-        reference, expected = self._reference_runs.setdefault(level, (configuration, run))
-        if (configuration.name, level) in self._first_differences:
-            return
-        for place, (mine, theirs) in enumerate(zip(run.token_ids, expected.token_ids, strict=True)):
+        _, expected = self._expected.setdefault(level, (configuration, run))
+        for number, mine, theirs in zip(self._plan.order(level), run.token_ids, expected.token_ids, strict=True):
             if mine != theirs:
-                number = self._plan.order(level)[place]
-                self._first_differences[configuration.name, level] = reference, level, number, theirs, mine
-                return
+                noted = self._departures.setdefault((configuration.name, level), {})
+                noted[_departure(number, mine, theirs)] = None
 
     def judge(self, *, asks: bool = True) -> None:
-        """Enter the differences; if it `asks`, the reference engines tell the texts and the two best logits there."""
-        while self._first_differences:
-            (name, level), (reference, _, number, theirs, mine) = next(iter(self._first_differences.items()))
-            position = next(
-                (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
-                min(len(mine), len(theirs)),
-            )
-            tokens = [row[position] if position < len(row) else None for row in (theirs, mine)]
-            best: list[Best] = []
-            expected, found = ("" if token is None else f"token {token}" for token in tokens)
-            dtype = "float32"
-            if asks:
-                with _noting_failures(reference, self._measurements, self._engines):
-                    engine = self._engines.get(reference)
-                    best = engine.call("best_two", number, theirs[:position])
-                    expected, found = (engine.call("text", [token]) if token is not None else "" for token in tokens)
-                    dtype = engine.call("dtype")
-            near = is_near_tie(best, (tokens[0], tokens[1]), dtype)
-            prompt = self._plan.prompts[number].name
-            difference = Difference(name, level, prompt, position, expected, found, best, near)
-            self._measurements.differences.append(difference)
-            del self._first_differences[name, level]
+        """Enter one difference of each configuration and concurrency: the first defect, or else the first near-tie.
+
+        If it `asks`, the engines that gave the expected texts tell the two best logits there.
+        """
+        while self._departures:
+            (name, level), departures = next(iter(self._departures.items()))
+            differences: list[Difference] = []
+            for departure in departures:
+                differences.append(self._difference(name, level, departure, asks))
+                if not differences[-1].is_near_tie:
+                    break
+            self._measurements.differences.append(min(differences, key=lambda each: each.is_near_tie))
+            del self._departures[name, level]
+
+    def _difference(self, name: str, level: int, departure: _Departure, asks: bool) -> Difference:
+        reference = self._expected[level][0]
+        tokens = departure.expected, departure.found
+        best: list[Best] = []
+        expected, found = ("" if token is None else f"token {token}" for token in tokens)
+        dtype = "float32"
+        if asks:
+            with _noting_failures(reference, self._measurements, self._engines):
+                engine = self._engines.get(reference)
+                best = engine.call("best_two", departure.number, list(departure.prefix))
+                expected, found = ("" if token is None else engine.call("text", [token]) for token in tokens)
+                dtype = engine.call("dtype")
+        prompt = self._plan.prompts[departure.number].name
+        near = is_near_tie(best, tokens, dtype)
+        return Difference(name, level, prompt, len(departure.prefix), expected, found, best, near)
+
+
+def _departure(number: int, mine: list[int], theirs: list[int]) -> _Departure:
+    """Where two answers to a prompt differ first."""
+    place = next(
+        (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
+        min(len(mine), len(theirs)),
+    )
+    expected, found = (row[place] if place < len(row) else None for row in (theirs, mine))
+    return _Departure(number, tuple(theirs[:place]), expected, found)

@@ -17,7 +17,7 @@ _T = (
 )
 _NORMAL = 1.960
 # Gaps of logits, as shares of the larger one, that rounding explains.
-_ROUNDING = {"float32": 1e-5, "float16": 2**-8, "bfloat16": 2**-5}
+_ROUNDING = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
 
 
 class Interval(NamedTuple):
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a greedy answer leaves the baseline's.
+    """A place where a greedy answer leaves the baseline's.
 
     prompt: the prompt's name. position: the place in the answer, in tokens.
     expected, found: the tokens there, as text; "" for an answer that has ended.
@@ -149,9 +149,7 @@ def recommendation(measurements: Measurements) -> str:
     gains = {name: ratio.value for name, ratio in ratios.items() if ratio}
     ranked = sorted(gains, key=lambda name: -gains[name])
     if len(ranked) < 2:
-        return (
-            f"Only {ranked[0]} was measured: there is nothing to choose from." if ranked else "No repeat is complete."
-        )
+        return f"Use {ranked[0]}: no other configuration is fit." if ranked else "No repeat is complete."
     best, second = ranked[:2]
     gain = measurements.ratio(best, measurements.baseline, levels)
     lead = measurements.ratio(best, second, levels)

@@ -1,11 +1,14 @@
 """Prompts from a file, and the model's name checked."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_specplus.compare.processes import RefusedError
+
+_CONFIG_FILES = "config.json", "params.json"  # the second is of Mistral's own format
 
 Message = dict[str, str]
 
@@ -93,7 +96,7 @@ def check_model(model: str) -> None:
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        if not any((path / name).is_file() for name in ("config.json", "params.json")):
+        if not any((path / name).is_file() for name in _CONFIG_FILES):
             raise RefusedError(f"the model does not exist: {model} has no config.json")
     elif not path.is_file():
         _check_repository(model)
@@ -103,10 +106,9 @@ def _check_repository(name: str) -> None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    try:
-        hf_hub_download(name, "config.json")
-    except (HFValidationError, FileNotFoundError, OSError, HfHubHTTPError):
-        # Not cached and offline, no such repository, or not the name of one.
-        raise RefusedError(
-            f"the model does not exist: {name} is no folder, and no repository that can be read"
-        ) from None
+    for file in _CONFIG_FILES:
+        # Not cached and offline, no such repository, no such file in it, or not the name of one.
+        with suppress(HFValidationError, FileNotFoundError, OSError, HfHubHTTPError):
+            hf_hub_download(name, file)
+            return
+    raise RefusedError(f"the model does not exist: {name} is no folder, and no repository that can be read")

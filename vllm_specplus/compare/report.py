@@ -50,11 +50,16 @@ def as_html(data: dict[str, Any], plots: Iterable[Plot] = ()) -> str:
 def write_report(folder: Path, data: dict[str, Any]) -> None:
     """Write ``report.html``, and a PNG file of each plot; without plots where matplotlib is not installed."""
     drawn = plots(data) if can_plot() else []
-    for name in PLOTS:
-        (folder / f"{name}.png").unlink(missing_ok=True)
+    remove_report(folder)
     for plot in drawn:
         write_whole(folder / f"{plot.name}.png", plot.png())
     write_whole(folder / "report.html", as_html(data, drawn).encode())
+
+
+def remove_report(folder: Path) -> None:
+    """Remove what `write_report` wrote for earlier results."""
+    for name in ("report.html", *(f"{name}.png" for name in PLOTS)):
+        (folder / name).unlink(missing_ok=True)
 
 
 def can_plot() -> bool:
@@ -212,7 +217,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, help="has the comparison's results.json")
     folder = parser.parse_args(argv).folder
     try:
-        write_report(folder, json.loads((folder / "results.json").read_text(encoding="utf-8")))
+        data = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        if "runs" in data:
+            raise ValueError("a comparison of running servers has no report")
+        write_report(folder, data)
     except (OSError, ValueError, KeyError) as problem:
         print(f"cannot read {folder / 'results.json'}: {problem}", file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ from rich.table import Table
 from vllm_specplus.compare.measure import in_places
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import Prompt
+from vllm_specplus.compare.report import remove_report
 from vllm_specplus.compare.results import origin, write_files
 from vllm_specplus.compare.served import ServedModel
 from vllm_specplus.compare.terminal import INTERRUPTED, progress, table_console
@@ -100,7 +101,7 @@ def print_runs(console: Console, runs: list[dict[str, Any]]) -> None:
     table = Table(title="tokens/s: median (lowest to highest); times in ms: median, 99th percentile", box=SIMPLE)
     table.add_column("concurrency", justify="right")
     table.add_column("server")
-    for name in ("tokens/s", *_TIMES, "mean accepted length", "failed"):
+    for name in ("tokens/s", *_TIMES, "tokens per verification", "failed"):
         table.add_column(name, justify="right")
     for level in dict.fromkeys(each["max_concurrency"] for each in runs):
         for server in dict.fromkeys(each["server"] for each in runs):
@@ -127,7 +128,7 @@ def _cells(runs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], *, is_interrupted: bool) -> None:
-    """Write ``results.json`` and ``results.csv``, each in one piece."""
+    """Write ``results.json`` and ``results.csv``, each in one piece. The page of an earlier comparison goes."""
     settings = {
         "servers": plan.urls,
         "model": plan.model,
@@ -138,6 +139,7 @@ def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], *, is_inte
         "repeat": plan.repeats,
     }
     columns = [name for name in dict.fromkeys(name for each in runs for name in each) if name != "errors"]
+    remove_report(folder)
     write_files(folder, origin() | {"settings": settings, "interrupted": is_interrupted, "runs": runs}, columns, runs)
 
 

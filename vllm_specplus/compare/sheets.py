@@ -104,8 +104,11 @@ def problems(data: dict[str, Any]) -> Iterator[str]:
 def _difference_line(d: dict[str, Any]) -> str:
     best = ", ".join(f"{row['text']!r} {row['logit']:.4f}" for row in d["best"]) or "not known"
     expected, found = (repr(text) if text else "its end" for text in (d["expected"], d["found"]))
-    kind = "NEAR-TIE" if d["is_near_tie"] else "FAILED"
-    why = "rounding may decide there" if d["is_near_tie"] else "a lossless configuration must give the same greedy text"
+    kind, why = "FAILED", "a lossless configuration must give the same greedy text"
+    if d["is_near_tie"]:
+        kind, why = "NEAR-TIE", "rounding may decide there"
+    elif not d["best"]:
+        kind, why = "NOT JUDGED", "without them rounding cannot be told from a defect"
     return (
         f"{kind}: {d['configuration']}, concurrency {d['concurrency']}, prompt {d['prompt']}, token {d['position']}: "
         f"{found} instead of {expected}; the two best logits there: {best}; {why}"

@@ -1,5 +1,6 @@
 """What the command shows while it measures, and where it prints its tables."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,10 @@ def progress(total: int) -> Iterator[Advance]:
     """Show how far the command is: a bar, or where there is no terminal a line for each of `total` parts."""
     console = Console(stderr=True)
     columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    # A part may take minutes; by default rich forgets after half a minute how long the last ones took.
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=math.inf
+    ) as bar:
         task = bar.add_task("", total=total)
         is_first = True
 

@@ -61,7 +61,8 @@ from vllm_specplus.sources import NGRAM, REFERENCE
 _ALLOWANCE = 3.0  # steps' time that a request may lose by the model before it gives it up
 _MOST_CREDIT = 8.0
 _COMMON_ALLOWANCE = 4.0
-_MOST_COMMON_CREDIT, _MOST_COMMON_DEBT = 64.0, 16.0
+_MOST_COMMON_CREDIT = 64.0  # of all requests of a batch together; `_COMMON_ALLOWANCE` for each of them, if more
+_MOST_COMMON_DEBT = 16.0
 _COMMON_SHARE_SHIFT = 5  # of the common credit, 1 / 32 comes to each request's allowance
 _INCOME_SHIFT = 7  # of each token's time, 1 / 128 pays for trying the model again
 _FIRST_DRAFT = 3  # the column of a `Choice`
@@ -119,21 +120,28 @@ class ScaledPrices(NamedTuple):
 
 
 class CommonAccount:
-    """What the draft model has earned, in the time of a batch's steps; new requests begin with it or not."""
+    """What the draft model has earned, in the time of a batch's steps; new requests begin with it or not.
+
+    A credit is of the requests that have earned it: a larger batch has spent it in fewer steps. A debt is of the batch:
+    it tells for how many steps the model is not tried, whatever their requests.
+    """
 
     most_credit = int(_MOST_CREDIT * _ONE)
     """The largest credit of a single request."""
 
     def __init__(self) -> None:
         self._credit = int(_COMMON_ALLOWANCE * _ONE)
-        self._num_reqs = 1
+        self._num_reqs = 0  # before the first step
 
     def add_tokens(self, num_tokens: int, num_reqs: int, step_price: int) -> None:
         """Add the share of a step's tokens that pays for trying the model again; `num_reqs` requests got the tokens.
 
         What is added until the next step is of as many requests.
         """
-        self._num_reqs = max(num_reqs, 1)
+        num_reqs = max(num_reqs, 1)
+        if self._credit > 0 and self._num_reqs:
+            self._credit = self._credit * self._num_reqs // num_reqs
+        self._num_reqs = num_reqs
         self.add((num_tokens << (2 * _SHIFT - _INCOME_SHIFT)) // step_price)
 
     def charge(self, prices: Prices) -> None:
@@ -142,8 +150,10 @@ class CommonAccount:
 
     def add(self, profit: int) -> None:
         """Add the profit of the model's passes in a step, over all requests of it."""
-        most, least = int(_MOST_COMMON_CREDIT * _ONE), -int(_MOST_COMMON_DEBT * _ONE)
-        self._credit = min(max(self._credit + profit // self._num_reqs, least), most)
+        num_reqs = max(self._num_reqs, 1)
+        most = max(int(_MOST_COMMON_CREDIT * _ONE) // num_reqs, int(_COMMON_ALLOWANCE * _ONE))
+        least = -int(_MOST_COMMON_DEBT * _ONE)
+        self._credit = min(max(self._credit + profit // num_reqs, least), most)
 
     def allowance(self) -> int:
         """The credit of a new request; `ASLEEP` where it begins without the model.

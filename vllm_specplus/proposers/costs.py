@@ -13,7 +13,7 @@ _YOUNG, _OLD = 8, 40  # steps that the pace remembers when a request has just be
 _USUAL = 400
 _COST_MEMORY = 256
 _NUM_RECENT = 32
-_MOST_TIMES_MEDIAN = 3.0  # what took longer counts as this: a pause of the machine is no cost
+_MOST_TIMES_MEDIAN = 3.0  # what took longer, for its tokens, counts as this: a pause of the machine is no cost
 _NUM_FIRST = 3  # measured before anything counts: any of them may have compiled something, or met a pause
 _LINE_MEMORY = 64
 _MOST_TIMES_USUAL = 2.0
@@ -99,25 +99,25 @@ class _Fit(NamedTuple):
 
 
 class CostMeter:
-    """Measures the costs of steps and passes; what took far longer than usual counts as three times the usual.
+    """Measures the costs of steps and passes; what took far longer than is usual counts as three times the usual.
 
     A step's time is linear in its requests, its drafts, and whether it has any. So where requests and slots become
     fewer together, one is not taken for the other. Nor is the time to verify at all taken for that of many slots.
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
         # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
         self._sums = np.zeros((5, 5))
         self._num_steps = 0
         self._fit: _Fit | None = None
         self._first_passes: dict[int, list[tuple[float, int]]] = {}
         self._passes: dict[int, tuple[float, float]] = {}  # time and requests, on average
-        self._recent_prompts: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._recent_prompts: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
 
     def add_step(self, num_drafts: int, num_reqs: int, time: float) -> float:
         """Add a step of the target in which `num_reqs` requests had some drafts; return the time as it counts."""
-        time = _bounded(self._recent, time)
+        time = _bounded(self._recent, time, num_reqs + num_drafts, _MOST_TIMES_MEDIAN)
         step = np.array([1.0, num_reqs, num_drafts, num_drafts > 0, time])
         self._sums *= 1 - 1 / _COST_MEMORY
         self._sums += step[:, None] * step
@@ -140,7 +140,7 @@ class CostMeter:
 
     def add_prompt_passes(self, time: float) -> float:
         """Add the time of a step's passes over prompts; return it as it counts, 0 for the first ones."""
-        time = _bounded(self._recent_prompts, time)
+        time = _bounded(self._recent_prompts, time, 1, _MOST_TIMES_MEDIAN)
         return time if len(self._recent_prompts) >= _NUM_FIRST else 0.0
 
     @property
@@ -199,10 +199,14 @@ def _fitted(sums: np.ndarray) -> _Fit:
     return _Fit(float(time), float(num_reqs), request + slot * float(num_drafts / num_reqs), slot, float(verification))
 
 
-def _bounded(recent: deque[float], time: float) -> float:
-    """Add a time to the recent ones; return it as it counts beside them."""
-    recent.append(time)
-    return min(time, _MOST_TIMES_MEDIAN * sorted(recent)[len(recent) // 2])
+def _bounded(recent: deque[tuple[float, int]], time: float, num_tokens: int, most: float) -> float:
+    """Add a time to the recent ones; return it as it counts beside them: at most so many times the usual.
+
+    A step with more tokens than usual may take longer in the same proportion.
+    """
+    recent.append((time, num_tokens))
+    usual_time, usual_tokens = sorted(recent)[len(recent) // 2]
+    return min(time, most * usual_time * max(num_tokens / usual_tokens, 1.0))
 
 
 class StepTimes:
@@ -228,12 +232,9 @@ class StepTimes:
 
     def add(self, num_tokens: int, num_reqs: int, time: float) -> None:
         """Add a step of `num_reqs` requests; the first ones only bound the next."""
-        self._recent.append((time, num_tokens))
+        time = _bounded(self._recent, time, num_tokens, _MOST_TIMES_USUAL)
         if len(self._recent) < _NUM_FIRST:
             return
-        # A step with more tokens than usual may take longer in the same proportion.
-        usual_time, usual_tokens = sorted(self._recent)[len(self._recent) // 2]
-        time = min(time, _MOST_TIMES_USUAL * usual_time * max(num_tokens / usual_tokens, 1.0))
         more, longer = num_tokens - self._tokens, time - self._time
         if not self._num_steps:
             more = longer = 0.0

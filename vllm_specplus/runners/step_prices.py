@@ -12,6 +12,7 @@ from vllm_specplus.proposers.costs import CostMeter, Pace
 from vllm_specplus.runners.faults import Faults
 
 _PERIOD = 8  # drafting steps between two looks at the clock's results
+_LEAST_CHANGE = 1.25  # times as many requests, or as few: the prices of another batch are no use
 _MOST_POSTPONED = 3 * _PERIOD  # more than between two prices, where each step drafts
 _MOST_IN_PASSES = 0.9  # of a step's time: the usual time of its passes may be more than they took
 
@@ -48,6 +49,7 @@ class StepPrices:
         self._num_reqs = 0  # of the step that runs
         self._prompts_time = 0.0  # of passes over prompts, for each request that waited; since the last prices
         self._num_steps = 0
+        self._priced_reqs = 1  # of the batch that the prices are for
         self._prices = self._pace.prices(self._meter.costs(1), 1)
         self._postponed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
@@ -105,10 +107,13 @@ class StepPrices:
 
         After a fault they are those of the step before.
         """
-        if self._num_steps % _PERIOD == 0:
+        num_reqs = max(num_reqs, 1)
+        fewer, more = sorted((num_reqs, self._priced_reqs))
+        if self._num_steps % _PERIOD == 0 or more >= _LEAST_CHANGE * fewer:
+            self._priced_reqs = num_reqs
             # All workers wait for the first one's prices, so it has to send some.
             with self._faults.caught("counting"):
-                self._prices = self._own_prices(max(num_reqs, 1))
+                self._prices = self._own_prices(num_reqs)
             if self._group.world_size > 1:
                 self._prices = self._group.broadcast_object(self._prices)
         self._num_steps += 1
