@@ -66,6 +66,22 @@ def test_the_goal_is_a_share_of_the_best_other_way(speed: float, met: bool) -> N
     assert row["ratio"] == pytest.approx(speed / 100)
 
 
+def test_the_best_other_way_is_not_the_luckiest_one() -> None:
+    """Each of three equal ways is lucky once. Adaptive is as fast as they are, and misses nothing."""
+    lucky = [[110 if way == repeat else 100 for repeat in range(3)] for way in range(3)]
+    group = [result(way, *speeds) for way, speeds in zip(("none", "ngram", "append"), lucky, strict=True)]
+    (row,) = adaptive.goals([*group, result(adaptive.ADAPTIVE, 100, 100, 100)])
+    assert row["ratio"] == 1
+    assert row["met"]
+
+
+@pytest.mark.parametrize(("speeds", "surely_missed"), [((90, 95, 96), True), ((90, 95, 99), False)])
+def test_a_miss_is_within_the_noise_or_beyond(speeds: tuple[float, ...], surely_missed: bool) -> None:
+    (row,) = adaptive.goals([result("none", 100, 100, 100), result(adaptive.ADAPTIVE, *speeds)])
+    assert not row["met"]
+    assert row["surely_missed"] == surely_missed
+
+
 def test_a_wrong_prediction_is_compared_with_no_speculation() -> None:
     """Neither way of predictions counts as the other's best other way."""
     speeds = dict(zip(adaptive.PREDICTED, (120, 94), strict=True))
