@@ -1,5 +1,6 @@
 """The comparison of adaptive drafting with its parts: its requests and its goals; the engines are not run."""
 
+import itertools
 import json
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import adaptive
 
 from vllm_specplus.config import resolve
+from vllm_specplus.testing.real_prompts import openings, passages
 
 
 def result(way: str, *speeds: float, kind: str = "a JSON list") -> adaptive.Result:
@@ -25,6 +27,12 @@ def test_each_kind_has_prompts_of_its_own() -> None:
         assert number == adaptive.NUM_PROMPTS
         references = {prompt.reference for prompt in prompts if prompt.name == kind}
         assert references == {""} if kind != adaptive.WRONG else all(references)
+
+
+def test_the_real_models_head_has_not_read_the_files() -> None:
+    read = [*passages(0), *itertools.islice(openings(0), 1024)]
+    for prompt in adaptive.prompts():
+        assert not any(prompt.text[300:600] in text for text in read), prompt.name
 
 
 @pytest.mark.parametrize(("concurrency", "number"), [(1, 4), (2, 4), (3, 6), (16, 32)])

@@ -1,7 +1,8 @@
 """What the real model is asked, so that an EAGLE head can learn from its answers, and the texts it reads besides.
 
 All of it comes with Python: sources and documentation of the standard library, and licences of installed packages. The
-workloads of ``vllm-specplus compare`` are left out, so that they stay fresh.
+workloads of ``vllm-specplus compare`` and the prompts of ``benchmarks/adaptive.py`` are left out, so that they stay
+fresh. No question and no opening comes twice, so those that training leaves out are fresh too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ast
 import json
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -48,15 +49,16 @@ _TOPICS = (
     "tomatoes", "traffic", "trees", "trust", "vaccines", "volcanoes", "volunteering", "water", "wind", "wolves",
     "writing", "yoga",
 )  # fmt: skip
-# None of them is a module that a workload takes its texts from.
+# None of them is among `_FRESH_MODULES`.
 _ASKED_ABOUT = (
-    "ast", "bisect", "cmd", "colorsys", "copy", "difflib", "fnmatch", "glob", "inspect", "locale", "mimetypes",
+    "ast", "bisect", "colorsys", "difflib", "fnmatch", "glob", "inspect", "locale", "mimetypes",
     "netrc", "operator", "pprint", "quopri", "random", "sched", "shlex", "stat", "string", "tempfile", "token",
     "trace", "types", "uuid", "wave", "weakref", "zipfile",
 )  # fmt: skip
-# What the workloads take their texts from; lzma repeats a text of bz2.
-_WORKLOAD_MODULES = {
-    "bz2", "calendar", "contextlib", "csv", "filecmp", "gzip", "heapq", "lzma", "shutil", "statistics", "textwrap",
+# What workloads and benchmarks take their texts from.
+_FRESH_MODULES = {
+    "bz2", "calendar", "cmd", "contextlib", "copy", "csv", "dis", "filecmp", "gzip", "heapq", "imaplib", "lzma",
+    "mailbox", "shutil", "statistics", "tarfile", "textwrap",
 }  # fmt: skip
 _QUESTIONS_ON_CODE = (
     "Explain what this function does.\n\n```python\n{}```",
@@ -69,7 +71,24 @@ _CODE_OPENING = 500  # characters of a file that the model continues
 
 
 def questions(seed: int) -> Iterator[str]:
-    """Yield questions without end, no two alike for a long while: three in four on topics, the rest on code."""
+    """Yield questions, tens of thousands, no two alike: three in four on topics, the rest on code."""
+    return _distinct(_questions(seed))
+
+
+def openings(seed: int) -> Iterator[str]:
+    """Yield beginnings of texts that the model continues as they stand, no two alike: sources, JSON, documentation."""
+    return _distinct(_openings(seed))
+
+
+def _distinct(texts: Iterable[str]) -> Iterator[str]:
+    seen = set()
+    for text in texts:
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _questions(seed: int) -> Iterator[str]:
     rng = random.Random(seed)
     functions = list(_functions())
     while True:
@@ -79,8 +98,7 @@ def questions(seed: int) -> Iterator[str]:
             yield rng.choice(_FORMS).format(*rng.sample(_TOPICS, 2))
 
 
-def openings(seed: int) -> Iterator[str]:
-    """Yield beginnings of texts that the model continues as they stand, without end: sources, JSON, documentation."""
+def _openings(seed: int) -> Iterator[str]:
     rng = random.Random(seed)
     texts = [text for text in _sources() if len(text) > 4 * _CODE_OPENING]
     documentation = list(_documentation())
@@ -124,7 +142,7 @@ def _standard_library() -> Path:
 def _sources() -> Iterator[str]:
     """The modules of the standard library, without packages."""
     for path in sorted(_standard_library().glob("*.py")):
-        if path.stem not in _WORKLOAD_MODULES:
+        if path.stem not in _FRESH_MODULES:
             yield path.read_text(errors="replace")
 
 
