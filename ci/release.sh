@@ -72,7 +72,9 @@ use() (
     { python -m pip --disable-pip-version-check check || true; } >checked &&
     ! grep -v 'torch\(audio\|codec\|vision\), which is not installed\|No broken requirements' checked &&
     vllm-specplus check --explain '{"method": "mtp", "num_speculative_tokens": 5, "mtp_strategy": "with_ngram"}' &&
-    python "$root/examples/offline_hybrid.py" "$work/tiny"
+    vllm-specplus migrate "python -m fastdeploy.entrypoints.openai.api_server --model MODEL --port 8180" &&
+    python -m vllm_specplus.testing.tiny_model made --kind random --quiet &&
+    python "$root/examples/offline_hybrid.py" made
 )
 
 # README's server and its clients.
@@ -87,7 +89,9 @@ serve() (
     kill -0 $server || { cat served && exit 1; }
     sleep 1
   done
-  python "$root/examples/openai_client.py" && python "$root/examples/predicted_output.py"
+  python "$root/examples/openai_client.py" &&
+    python "$root/examples/predicted_output.py" &&
+    vllm-specplus top http://localhost:8000 --once
 )
 
 # Where the index has no CPU build of torch for a Python: vLLM's files alone, which `check` reads.
