@@ -7,10 +7,10 @@ import pytest
 
 from vllm_specplus.compare.workloads import WORKLOADS, workload
 from vllm_specplus.testing.eagle_train import HeadSettings
-from vllm_specplus.testing.real_prompts import openings, passages, questions
+from vllm_specplus.testing.real_prompts import _FRESH_TOPICS, fresh_questions, openings, passages, questions
 
 
-@pytest.mark.parametrize("kind", [questions, openings, passages])
+@pytest.mark.parametrize("kind", [questions, fresh_questions, openings, passages])
 def test_a_seed_decides(kind: Callable[[int], Iterator[str]]) -> None:
     first, again, other = (list(itertools.islice(kind(seed), 300)) for seed in (0, 0, 1))
     assert first == again != other
@@ -19,9 +19,14 @@ def test_a_seed_decides(kind: Callable[[int], Iterator[str]]) -> None:
 
 def test_none_comes_twice_in_a_training() -> None:
     answers = HeadSettings().answers
-    for kind in (questions, openings):
+    for kind in (questions, fresh_questions, openings):
         texts = list(itertools.islice(kind(0), answers))
         assert len(set(texts)) == answers
+
+
+def test_fresh_questions_have_topics_of_their_own() -> None:
+    asked = "\n".join(itertools.islice(questions(0), 5000))
+    assert not [topic for topic in _FRESH_TOPICS if f" {topic}" in asked]
 
 
 @pytest.mark.parametrize("name", list(WORKLOADS))

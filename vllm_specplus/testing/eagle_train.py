@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from vllm_specplus.testing.answers import answers
 from vllm_specplus.testing.eagle_net import EagleHead, HeadShape, head_config
-from vllm_specplus.testing.real_prompts import openings, passages, questions
+from vllm_specplus.testing.real_prompts import fresh_questions, openings, passages, questions
 from vllm_specplus.testing.tiny_train import Muon
 
 _SHORTEST = 16  # tokens of a text that is learned from
@@ -37,7 +37,8 @@ class HeadSettings:
     """The settings that decide the trained weights, together with the target and the texts that Python comes with.
 
     Attributes:
-        answers: of the target; one in four continues a text, the others are answers to questions.
+        answers: of the target, that are learned from; one in four continues a text, the others answer questions.
+        fresh_answers: to questions on other topics, by which the head is judged.
         answer_tokens: most tokens of an answer.
         passages: texts that are read, of ``passage_tokens`` each.
         feature_layers: the number of the target's layers before each place that the head reads.
@@ -46,7 +47,8 @@ class HeadSettings:
         step_tokens: most tokens of a training step, padding included.
     """
 
-    answers: int = 1024
+    answers: int = 1280
+    fresh_answers: int = 64
     answer_tokens: int = 224
     passages: int = 120
     passage_tokens: int = 512
@@ -56,13 +58,12 @@ class HeadSettings:
     step_tokens: int = 1024
     matrix_rate: float = 0.01
     vector_rate: float = 1e-3
-    held_out: float = 0.03
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class HeadReport:
-    """Results of a training; shares are of the target's own answers to questions that training has not seen.
+    """Results of a training; shares are of the target's own answers to questions on topics that training has not seen.
 
     Attributes:
         seconds: of all.
@@ -107,16 +108,14 @@ def train_head(model: Path, folder: Path, settings: HeadSettings) -> HeadReport:
     start = time.monotonic()
     with torch.random.fork_rng(devices=[]), _progress_bar() as bar:
         torch.manual_seed(settings.seed)
-        found = list(_texts(model, settings))
+        found, found_fresh = _texts(model, settings)
         target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-        texts = list(read_texts(target, found, settings, bar))
-        held_out = texts[:: round(1 / settings.held_out)]
-        learned = [text for i, text in enumerate(texts) if i % round(1 / settings.held_out)]
+        learned = list(read_texts(target, found, settings, bar))
+        fresh = list(read_texts(target, found_fresh, settings, bar))
         vocab = _draft_vocab(learned, settings.draft_vocab_size)
         trainer = Trainer(target, vocab, settings)
         trainer.fit(learned, bar)
-        held_out = [text for text in held_out if text.first_answer]
-        agreement, in_vocab = trainer.agreement(held_out)
+        agreement, in_vocab = trainer.agreement(fresh)
     report = HeadReport(
         seconds=round(time.monotonic() - start, 1),
         answer_tokens=sum(len(t.tokens) - t.first_answer for t in learned if t.first_answer),
@@ -128,22 +127,26 @@ def train_head(model: Path, folder: Path, settings: HeadSettings) -> HeadReport:
     return report
 
 
-def _texts(model: Path, settings: HeadSettings) -> Iterator[tuple[Tensor, int]]:
-    """The tokens of each text, and the place of its first own token."""
+def _texts(model: Path, settings: HeadSettings) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
+    """The texts to learn from, and those that judge the head: of each its tokens and the place of its first own one."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    num_openings = settings.answers // 4
-    chats = [
-        [{"role": "user", "content": question}]
-        for question in itertools.islice(questions(settings.seed), settings.answers - num_openings)
+    num_fresh, num_openings = settings.fresh_answers, settings.answers // 4
+    asked = [
+        *itertools.islice(fresh_questions(settings.seed), num_fresh),
+        *itertools.islice(questions(settings.seed), settings.answers - num_openings),
     ]
+    chats = [[{"role": "user", "content": question}] for question in asked]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     prompts += list(itertools.islice(openings(settings.seed), num_openings))
-    asked = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    for prompt, answer in zip(asked, answers(model, asked, settings.answer_tokens, settings.seed), strict=True):
-        yield torch.tensor(prompt + answer), len(prompt)
-    for text in itertools.islice(passages(settings.seed), settings.passages):
-        limits = {"truncation": True, "max_length": settings.passage_tokens}
-        yield tokenizer(text, add_special_tokens=False, return_tensors="pt", **limits)["input_ids"][0], 0
+    token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    answered = answers(model, token_ids, settings.answer_tokens, settings.seed)
+    own = [(torch.tensor(p + answer), len(p)) for p, answer in zip(token_ids, answered, strict=True)]
+    limits = {"truncation": True, "max_length": settings.passage_tokens}
+    read = [
+        (tokenizer(text, add_special_tokens=False, return_tensors="pt", **limits)["input_ids"][0], 0)
+        for text in itertools.islice(passages(settings.seed), settings.passages)
+    ]
+    return own[num_fresh:] + read, own[:num_fresh]
 
 
 def read_texts(
@@ -341,7 +344,7 @@ def _write(folder: Path, head: EagleHead, vocab: Tensor, target: dict[str, Any],
 def _progress_bar() -> Progress:
     console = Console(stderr=True)
     if not console.is_terminal:
-        console.print("training an EAGLE head, some ten minutes", highlight=False)
+        console.print("training an EAGLE head: a quarter of an hour or more", highlight=False)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -50,7 +50,7 @@ def make_real(out: str | Path) -> Path:
 def make_head(out: str | Path, settings: HeadSettings | None = None) -> Path:
     """Write an EAGLE head of the model to folder ``out`` and return that folder.
 
-    The first call trains, which takes some ten minutes on two cores; later ones copy from the cache. ``training.json``
+    The first call trains, a quarter of an hour or more on two cores; later ones copy from the cache. ``training.json``
     in the folder says what came out: see :class:`HeadReport`. Raises as :func:`make_real`.
     """
     Path(out).mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if head is not None and not args.quiet:
         report = json.loads((head / "training.json").read_text())["report"]
         shares = " and ".join(f"{share:.0%}" for share in report["agreement"])
-        print(f"EAGLE head: {head}; on fresh questions its drafts of each pass are the model's own choice at {shares}")
+        print(f"EAGLE head: {head}; on fresh topics its drafts of each pass are the model's own choice at {shares}")
     return 0
 
 

@@ -2,12 +2,13 @@
 
 All of it comes with Python: sources and documentation of the standard library, and licences of installed packages. The
 workloads of ``vllm-specplus compare`` and the prompts of ``benchmarks/adaptive.py`` are left out, so that they stay
-fresh. No question and no opening comes twice, so those that training leaves out are fresh too.
+fresh. No question and no opening comes twice.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import random
 import sysconfig
@@ -49,6 +50,12 @@ _TOPICS = (
     "tomatoes", "traffic", "trees", "trust", "vaccines", "volcanoes", "volunteering", "water", "wind", "wolves",
     "writing", "yoga",
 )  # fmt: skip
+_FRESH_TOPICS = (
+    "avalanches", "bakeries", "beetles", "carpets", "fountains", "glass", "harbours", "keyboards", "lemons",
+    "lighthouses", "marathons", "orchids", "passports", "penguins", "pottery", "puppets", "quartz", "rivers",
+    "saddles", "subways", "thunder", "tides", "turtles", "umbrellas", "vines", "violins", "whistles", "yeast",
+    "zebras",
+)  # fmt: skip
 # None of them is among `_FRESH_MODULES`.
 _ASKED_ABOUT = (
     "ast", "bisect", "colorsys", "difflib", "fnmatch", "glob", "inspect", "locale", "mimetypes",
@@ -73,6 +80,12 @@ _CODE_OPENING = 500  # characters of a file that the model continues
 def questions(seed: int) -> Iterator[str]:
     """Yield questions, tens of thousands, no two alike: three in four on topics, the rest on code."""
     return _distinct(_questions(seed))
+
+
+def fresh_questions(seed: int) -> Iterator[str]:
+    """Yield questions on topics of which none of `questions` asks, no two alike."""
+    rng = random.Random(seed)
+    return _distinct(rng.choice(_FORMS).format(*rng.sample(_FRESH_TOPICS, 2)) for _ in itertools.count())
 
 
 def openings(seed: int) -> Iterator[str]:

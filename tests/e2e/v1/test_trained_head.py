@@ -23,7 +23,8 @@ _ROOT = Path(__file__).parents[3]
 MAX_TOKENS = 24
 PASSES = 2
 SETTINGS = HeadSettings(
-    answers=16,
+    answers=12,
+    fresh_answers=4,
     answer_tokens=24,
     passages=16,
     passage_tokens=128,
@@ -31,7 +32,6 @@ SETTINGS = HeadSettings(
     draft_vocab_size=96,
     passes=(1, 1, 1, PASSES),
     step_tokens=512,
-    held_out=0.25,
 )
 
 
