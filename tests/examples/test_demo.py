@@ -13,6 +13,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 import demo  # noqa: E402
 
+from vllm_specplus.config import resolve  # noqa: E402
+
 
 def result(tokens: list[int], speed: float, steps: float) -> dict[str, Any]:
     """Return what a run reports of one prompt; half of the drafts at the first position were accepted."""
@@ -66,6 +68,8 @@ def test_a_failing_engine_shows_its_log(tmp_path: Path) -> None:
 def test_both_demos_begin_without_speculation() -> None:
     for compared in (demo.of_mtp(), demo.of_eagle("HEAD")):
         assert next(iter(compared.configs.items())) == (demo.PLAIN, None)
+        configs = [config for config in compared.configs.values() if config is not None]
+        assert len({resolve(config, strict=True).as_json() for config in configs}) == 5
         assert compared.units == demo.START_UNITS + demo.REPEATS * len(compared.prompts)
     assert [bool(prompt.reference) for prompt in compared.prompts.values()] == [False, False, True, False]
     assert {config.get("model", "HEAD") for config in compared.configs.values() if config} == {"HEAD"}
