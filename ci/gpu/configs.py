@@ -26,3 +26,5 @@ AS_MANY_PASSES = "mtp"
 MOST_BEYOND = {"hybrid": 4, "hybrid-suffix": 8}
 OF_SPEED = (NONE, "mtp", "hybrid", "suffix", "adaptive")
 DRY_STEPS, DRY_SPEED = ("hybrid",), (NONE, "hybrid")
+# Requests at once.
+BATCHES, DRY_BATCHES = (1, 16, 64), (1, 2)

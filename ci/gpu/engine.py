@@ -3,11 +3,12 @@
     python ci/gpu/engine.py NAME MODEL FOLDER (--steps | --speed) [--dry]
 
 It writes FOLDER/NAME.json. After the texts it makes FOLDER/NAME.ready and waits for FOLDER/NAME.go. `--steps`: launches
-and copies of a decode step, and how long the runner's methods take the host. `--speed`: tokens/s.
+and copies of a decode step, and how long the runner's methods take the host. `--speed`: tokens/s by batch.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -16,11 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from configs import CONFIGS
+from configs import BATCHES, CONFIGS, DRY_BATCHES
 from torch.profiler import ProfilerActivity, profile
 
 from examples.demo import counters, of_mtp
 from tests.e2e.engines import PROMPTS, Engine, engine
+from vllm_specplus.compare.engine import Session
+from vllm_specplus.compare.prompts import Prompt
+from vllm_specplus.compare.runs import Run
 
 # As the CUDA runtime and driver name what puts work on the device.
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
@@ -37,8 +41,13 @@ ON_GPU: dict[str, Any] = {
     "kv_cache_memory_bytes": 512 << 20,
     "max_num_seqs": 16,
 }
-REPEATS, MAX_TOKENS, DRY_TOKENS = 2, 200, 6
+# Of an engine whose speed is measured: requests at once, and the memory of their texts.
+OF_BATCHES: dict[str, Any] = {"max_num_seqs": BATCHES[-1], "kv_cache_memory_bytes": 1 << 30}
+REPEATS, MAX_TOKENS, DRY_TOKENS = 2, 128, 6
+SPEED_SECONDS = 8.0  # no run begins later
+DRY_BYTES = 40  # of a prompt
 STEP_TOKENS = 64
+MIXED = "all"
 
 
 def texts(e: Engine, dry: bool, has_references: bool) -> list[list[int]]:
@@ -52,24 +61,48 @@ def texts(e: Engine, dry: bool, has_references: bool) -> list[list[int]]:
     return together + [e.tokens([p], extra_args=more, **limit)[0] for p, more in zip(some, extra, strict=True)]
 
 
-def speed(e: Engine, dry: bool) -> dict[str, Any]:
-    """Of each prompt of the demo: tokens/s, the best of a few runs, and steps per 100 tokens."""
-    found = {}
-    for name, shown in list(of_mtp().prompts.items())[: 1 if dry else None]:
-        prompt = list(shown.text.encode())[: 40 if dry else None]
-        num_tokens = DRY_TOKENS if dry else MAX_TOKENS
-        seconds = []
-        before = counters(e.llm)[0]
-        for _ in range(1 if dry else REPEATS):
-            began = time.perf_counter()
-            e.tokens([prompt], max_tokens=num_tokens)
-            seconds.append(time.perf_counter() - began)
-        steps = counters(e.llm)[0] - before
-        found[name] = {
-            "tokens_per_second": num_tokens / min(seconds),
-            "steps_per_100_tokens": 100 * steps / (num_tokens * len(seconds)),
-        }
+def some_prompts(number: int, dry: bool) -> list[Prompt]:
+    """The prompts of the demo in turn, each time with more of the end cut off, so that no two are the same."""
+    shown = list(of_mtp().prompts.values())[: 1 if dry else None]
+    found = []
+    for i in range(number):
+        prompt = shown[i % len(shown)]
+        text = (prompt.text or "")[: DRY_BYTES if dry else None]
+        found.append(Prompt(prompt.name, text[: len(text) - 4 * (i // len(shown))]))
     return found
+
+
+def speed(e: Engine, dry: bool) -> list[dict[str, Any]]:
+    """By batch: tokens/s, steps of a request per 100 tokens, and the texts, all of the best of a few runs.
+
+    One request at a time runs each prompt of the demo by itself. A larger batch has all of them, and two requests for
+    each place: then a run is not as slow as its slowest answer. Where no time was left there are nulls.
+    """
+    batches = DRY_BATCHES if dry else BATCHES
+    prompts = some_prompts(2 * batches[-1], dry)
+    kinds = dict.fromkeys(prompt.name for prompt in prompts)
+    orders: dict[tuple[int, str], range] = {(1, kind): range(i, i + 1) for i, kind in enumerate(kinds)}
+    orders |= {(batch, MIXED): range(2 * batch) for batch in batches[1:]}
+    session = Session(e.llm.llm_engine, prompts, DRY_TOKENS if dry else MAX_TOKENS)
+    best: dict[tuple[int, str], Run] = {}
+    end = time.monotonic() + (math.inf if dry else SPEED_SECONDS)
+    for _ in range(1 if dry else REPEATS):
+        for (batch, kind), order in orders.items():
+            if time.monotonic() < end:
+                run = session.run(order, batch, temperature=0.0)
+                best[batch, kind] = max(run, best.get((batch, kind), run), key=lambda each: each.tokens_per_second)
+    return [{"batch": batch, "prompts": kind} | shown_run(best.get((batch, kind)), session) for batch, kind in orders]
+
+
+def shown_run(run: Run | None, session: Session) -> dict[str, Any]:
+    """What the results have of a run; None: there was none."""
+    if run is None:
+        return {"tokens_per_second": None, "steps_per_100_tokens": None, "texts": None}
+    return {
+        "tokens_per_second": run.tokens_per_second,
+        "steps_per_100_tokens": 100 * run.num_steps / run.num_tokens,
+        "texts": [session.text(token_ids) for token_ids in run.token_ids],
+    }
 
 
 def timed(method: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
@@ -126,7 +159,8 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
-    with engine(args.model, CONFIGS[args.name], **({} if args.dry else ON_GPU)) as e:
+    options = ON_GPU | (OF_BATCHES if args.speed else {})
+    with engine(args.model, CONFIGS[args.name], **({} if args.dry else options)) as e:
         config = CONFIGS[args.name]
         # Without a reference this method drafts nothing.
         has_references = config is not None and config["method"] == "naive"

@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from configs import AS_MANY_PASSES, CONFIGS, DRY_SPEED, DRY_STEPS, MOST_BEYOND, NONE, OF_SPEED, OF_STEPS
+from rich.console import Console
+from rich.table import Table
 
 START_SECONDS, MEASURE_SECONDS = 85, 12
 DRY_SECONDS = 600
 LOG_LINES = 40
+# The least share of a batch's texts that are as without speculation. Rounding depends on the batch, and may turn a few.
+LEAST_SAME = 0.9
 
 
 class Child:
@@ -98,6 +102,41 @@ def beyond(name: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"beyond": own - others, "most_beyond": MOST_BEYOND[name], "met": own - others <= MOST_BEYOND[name]}
 
 
+def compare_texts(rows: list[dict[str, Any]], base: list[dict[str, Any]]) -> None:
+    """Enter in each row of speeds how many of its texts are as without speculation; null if that is unknown."""
+    others = {(row["batch"], row["prompts"]): row["texts"] for row in base}
+    for row in rows:
+        texts, plain = row["texts"], others.get((row["batch"], row["prompts"]))
+        row["same_texts"] = None
+        if texts is not None and plain is not None:
+            row["same_texts"] = sum(one == other for one, other in zip(texts, plain, strict=True))
+
+
+def show_speeds(console: Console, results: dict[str, dict[str, Any]]) -> None:
+    """Print the speeds of all engines by batch, also as multiples of the speed without speculation."""
+    table = Table(title="tokens/s, the best of a few runs")
+    for name in ("batch", "prompts", "drafting", "tokens/s", "over none", "steps per 100 tokens", "same texts"):
+        table.add_column(name, justify="left" if name in ("prompts", "drafting") else "right")
+    rows = [(row, name) for name, found in results.items() for row in found.get("speed", [])]
+    places = list(dict.fromkeys((row["batch"], row["prompts"]) for row, _ in rows))
+    plain = {(row["batch"], row["prompts"]): row["tokens_per_second"] for row, name in rows if name == NONE}
+    for place in places:
+        for row, name in rows:
+            if (row["batch"], row["prompts"]) == place:
+                table.add_row(str(place[0]), place[1], name, *cells(row, plain.get(place)))
+        table.add_section()
+    console.print(table)
+
+
+def cells(row: dict[str, Any], plain: float | None) -> list[str]:
+    """The numbers of a row of the table."""
+    speed = row["tokens_per_second"]
+    if speed is None:
+        return ["no time"]
+    same = "" if row["same_texts"] is None else f"{row['same_texts']} of {len(row['texts'])}"
+    return [f"{speed:,.0f}", f"{speed / plain:.2f}" if plain else "", f"{row['steps_per_100_tokens']:.0f}", same]
+
+
 def problem(found: dict[str, Any]) -> str | None:
     """What is wrong with an engine's results; None if nothing is."""
     if "error" in found:
@@ -105,11 +144,20 @@ def problem(found: dict[str, Any]) -> str | None:
     if found["same_text"] is False:
         return "FAILED: another text than without speculation"
     # Then equal texts would show little.
-    return "FAILED: no draft was accepted" if found.get("accepted") == 0 else None
+    if found.get("accepted") == 0:
+        return "FAILED: no draft was accepted"
+    for row in found.get("speed", []):
+        where = f"batch {row['batch']}, {row['prompts']}"
+        if row["tokens_per_second"] is None:
+            return f"FAILED: {where}: no time was left to measure it"
+        same, number = row["same_texts"], len(row["texts"])
+        if same is not None and same < LEAST_SAME * number:
+            return f"FAILED: {where}: only {same} of {number} texts are as without speculation"
+    return None
 
 
 def main() -> int:
-    """Write and print the results; 1 if an engine fails, its text differs, or none of its drafts was accepted."""
+    """Write and print the results; 1 if there is a problem with one of the engines."""
     parser = argparse.ArgumentParser(description="Greedy equality and cost of whole engines.")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--steps", action="store_const", const="--steps", dest="kind")
@@ -133,10 +181,13 @@ def main() -> int:
             # Null where there is nothing to compare with. The engine without speculation is the first.
             found["same_text"] = None if base is None else found["texts"] == base
             found |= beyond(name, results)
-            print(name, {key: value for key, value in found.items() if key != "texts"}, flush=True)
+            compare_texts(found.get("speed", []), results.get(NONE, {}).get("speed", []))
+            print(name, {key: value for key, value in found.items() if key not in ("texts", "speed")}, flush=True)
         if said := problem(found):
             print(f"{name}: {said}", flush=True)
         args.json.write_text(json.dumps(results, indent=1))
+    if not of_steps:
+        show_speeds(Console(width=100), results)
     return int(any(problem(found) for found in results.values()))
 
 

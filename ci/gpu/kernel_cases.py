@@ -3,7 +3,8 @@
     python ci/gpu/kernel_cases.py JSON [--dry]
 
 A group is a kernel variant: its cases differ in numbers and in how many rows a request has, and are compiled for once.
-Cases are made and judged by ``tests/verify/cases.py``. Outputs and scratch are poisoned before each run.
+Cases are made and judged by ``tests/verify/cases.py``. Outputs and scratch are poisoned before each run. A few cases
+have the vocabularies of served models. The specification takes seconds for each row of these.
 """
 
 import argparse
@@ -28,6 +29,13 @@ from vllm_specplus.verify.types import VerifyInputs
 
 NUM_CASES, DRY_CASES = 5000, 8
 MAX_ROWS, MAX_REQS = 8, 3
+ROW_COUNTS = (1, 2, 3, 5, MAX_ROWS)
+# Of each group with the vocabulary of a served model.
+LARGE_CASES = 2
+LARGE_VOCABS = ((151_936, "bfloat16"), (262_144, "float32"))
+LARGE_ROW_COUNTS = (1, 2)
+# Without rows whose tokens are so many and so alike that no parameter lies off all thresholds.
+LARGE_ROW_KINDS = ("normal", "wide", "peaked", "masked", "one_left", "infinite")
 # Blocks of small vocabularies are cut to this size, so that a row has several.
 SMALL_BLOCK = 512
 _FILTERS = ((), ("top_p",), ("top_p", "top_k"), ("min_p", "top_k", "top_p"))
@@ -48,13 +56,18 @@ class Group:
     with_draft_logits: bool = False
     with_draft_rows: bool = False
 
+    @property
+    def is_large(self) -> bool:
+        return self.vocab_size >= LARGE_VOCABS[0][0]
+
     def shapes(self, count: int, seed: int) -> Iterator[Shape]:
         choose = random.Random(seed)
+        counts, kinds = (LARGE_ROW_COUNTS, LARGE_ROW_KINDS) if self.is_large else (ROW_COUNTS, ROW_KINDS)
         for _ in range(count):
             num_reqs = choose.randint(2, MAX_REQS)
             yield Shape(
-                counts=[choose.choice([1, 2, 3, 5, MAX_ROWS]) for _ in range(num_reqs)],
-                kinds=choose.sample(ROW_KINDS, choose.randint(1, 4)),
+                counts=[choose.choice(counts) for _ in range(num_reqs)],
+                kinds=choose.sample(kinds, choose.randint(1, 4)),
                 seed=choose.randrange(2**40),
                 filters=set(self.filters),
                 dtype=getattr(torch, self.dtype),
@@ -92,6 +105,17 @@ def groups() -> list[Group]:
         vocab_size, dtype = next(sizes)
         found.append(Group(**variant, vocab_size=vocab_size, dtype=dtype))
     return found
+
+
+def large_groups() -> list[Group]:
+    """Every strategy with the vocabularies of served models; without draft logits, whose cases take minutes to make."""
+    variants: list[dict[str, Any]] = [
+        {"strategy": "greedy"},
+        {"strategy": "topp", "filters": _FILTERS[1], "verify_window": 2, "max_candidate_len": 5},
+        {"strategy": "target_match", "filters": _FILTERS[2]},
+        {"strategy": "rejection", "filters": _FILTERS[1]},
+    ]
+    return [Group(**variant, vocab_size=size, dtype=dtype) for variant in variants for size, dtype in LARGE_VOCABS]
 
 
 class Checker:
@@ -167,7 +191,10 @@ def main() -> int:
     if args.dry:
         chosen, device, total = chosen[:2] + chosen[-2:], "cpu", DRY_CASES
     per_group = -(-total // len(chosen))
-    jobs = [(seed, group, per_group, device) for seed, group in enumerate(chosen)]
+    # The longest first.
+    large = [] if args.dry else large_groups()
+    counted = [(group, LARGE_CASES) for group in large] + [(group, per_group) for group in chosen]
+    jobs = [(seed, group, count, device) for seed, (group, count) in enumerate(counted)]
     results = []
     for result in run_jobs(check_group, jobs, device):
         results.append(result)

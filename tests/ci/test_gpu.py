@@ -2,6 +2,7 @@
 fails is said."""
 
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "ci" / "gpu"
@@ -145,7 +147,14 @@ def test_every_stage_runs_through_without_a_gpu(tmp_path: Path) -> None:
     assert set(engine) == set(configs.DRY_SPEED)
     for found in engine.values():
         assert found["same_text"] is True
-        assert all(of["tokens_per_second"] > 0 for of in found["speed"].values())
+        assert tuple(row["batch"] for row in found["speed"]) == configs.DRY_BATCHES
+        for row in found["speed"]:
+            assert row["tokens_per_second"] > 0
+            assert row["same_texts"] == len(row["texts"]) == (1 if row["batch"] == 1 else 2 * row["batch"])
+    log = (out / "engine.log").read_text()
+    assert all(
+        re.search(rf"^│ +{batch} │.* {name} ", log, re.MULTILINE) for batch in configs.DRY_BATCHES for name in engine
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,6 +212,22 @@ def test_five_thousand_cases_reach_every_rule() -> None:
     assert -(-kernel_cases.NUM_CASES // len(groups)) * len(groups) >= 5000
     assert {group.strategy for group in groups} == set(kernel_cases.STRATEGIES)
     assert {group.policy for group in groups} == {"normal", "accept_all", "reject_all"}
+
+
+def test_every_strategy_has_cases_with_the_vocabularies_of_served_models() -> None:
+    found = {(group.strategy, group.vocab_size) for group in kernel_cases.large_groups() if group.is_large}
+    assert found == set(itertools.product(kernel_cases.STRATEGIES, (151_936, 262_144)))
+    assert not any(group.is_large for group in kernel_cases.groups())
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(len(kernel_cases.large_groups())))
+def test_cases_with_large_vocabularies_are_right(seed: int) -> None:
+    """As the GPU gets them, since no random case of the other tests is as large."""
+    group = kernel_cases.large_groups()[seed]
+    result = kernel_cases.check_group((seed, group, kernel_cases.LARGE_CASES, "cpu"))
+    assert result["wrong"] == 0, result["first_wrong"]
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +305,49 @@ def test_another_text_and_an_engine_that_fails_are_said(
     printed = capsys.readouterr().out
     assert ("mtp: FAILED" in printed) == (code == 1)
     assert ("mtp: FAILED\nthe end of its log" in printed) == ("error" in found)
+
+
+@pytest.mark.parametrize(
+    ("same", "speeds", "said"),
+    [
+        (20, [300.0, 900.0], None),
+        (18, [300.0, 900.0], None),
+        (17, [300.0, 900.0], "FAILED: batch 16, all: only 17 of 20 texts are as without speculation"),
+        (20, [300.0, None], "FAILED: batch 16, all: no time was left to measure it"),
+    ],
+)
+def test_speeds_are_shown_by_batch_and_their_texts_compared(
+    same: int, speeds: list[float | None], said: str | None
+) -> None:
+    def rows(speeds: list[float | None], texts: list[str]) -> list[dict]:
+        found = zip(((1, "a list", texts[:1]), (16, "all", texts)), speeds, strict=True)
+        steps = {"steps_per_100_tokens": 55.0}
+        return [
+            {"batch": batch, "prompts": kind, "tokens_per_second": speed, "texts": speed and of} | steps
+            for (batch, kind, of), speed in found
+        ]
+
+    plain = [f"text {i}" for i in range(20)]
+    results = {
+        "none": {"same_text": True, "speed": rows([200.0, 600.0], plain)},
+        "mtp": {"same_text": True, "speed": rows(speeds, plain[:same] + ["another"] * (20 - same))},
+        "ngram": {"same_text": True},
+    }
+    for found in results.values():
+        engines.compare_texts(found.get("speed", []), results["none"]["speed"])
+    assert engines.problem(results["none"]) is None
+    assert engines.problem(results["mtp"]) == said
+    console = Console(width=100, file=io.StringIO())
+    engines.show_speeds(console, results)
+    lines = [line.strip("│").split("│") for line in console.file.getvalue().splitlines() if line.startswith("│")]
+    shown = [[cell.strip() for cell in line] for line in lines]
+    assert shown[:3] == [
+        ["1", "a list", "none", "200", "1.00", "55", "1 of 1"],
+        ["1", "a list", "mtp", "300", "1.50", "55", "1 of 1"],
+        ["16", "all", "none", "600", "1.00", "55", "20 of 20"],
+    ]
+    last = ["900", "1.50", "55", f"{same} of 20"] if speeds[1] else ["no time", "", "", ""]
+    assert shown[3:] == [["16", "all", "mtp", *last]]
 
 
 def test_launches_are_held_to_their_goal() -> None:
