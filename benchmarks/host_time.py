@@ -8,7 +8,8 @@ left is Python, and torch's small operations. On a GPU each launch takes its own
 the table counts; `ci/gpu.sh` measures whole steps there.
 
 *Parts.* Verification is `_verify` of the runner's rejection sampler: from a step's logits to its tokens. Filling is
-`Drafting.fill`: from the model's drafts to all slots. vLLM has nothing like it.
+`Drafting.begin_step` and `fill`: from the model's drafts to all slots. vLLM has nothing like it. In `adaptive` the
+arbiter chooses them; in the others a fixed rule does, `append`.
 
 *Right.* At temperature 0 each engine's texts must equal those without speculation, or the run exits with 1.
 
@@ -56,19 +57,17 @@ from tests.triton_cpu.interpreted_cpu.patches import speed_up
 from vllm_specplus.strategies import STRATEGIES
 from vllm_specplus.testing.tiny_model import make_random
 
-VLLM, SLOTS, NUM_REQS = "vLLM", 5, 4
-_HYBRID = {
-    "method": "mtp",
-    "num_speculative_tokens": SLOTS,
-    "num_model_steps": 2,
-    "mtp_strategy": "with_ngram",
-    "adaptive": False,
-}
+VLLM, ADAPTIVE, SLOTS, NUM_REQS = "vLLM", "adaptive", 5, 4
+_ADAPTIVE = {"method": "mtp", "num_speculative_tokens": SLOTS, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
+_APPEND = _ADAPTIVE | {"adaptive": False}
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "none": None,
     VLLM: {"method": "mtp", "num_speculative_tokens": SLOTS},
-    **{strategy: _HYBRID | {"verify_strategy": strategy} for strategy in STRATEGIES},
+    **{strategy: _APPEND | {"verify_strategy": strategy} for strategy in STRATEGIES},
+    ADAPTIVE: _ADAPTIVE,
 }
+# Of each way to fill slots one engine, as filling does not depend on how tokens are verified.
+FILLERS = {"rejection": "append", ADAPTIVE: ADAPTIVE}
 TEMPERATURES = (0.0, 0.8)
 PROMPTS = [[(7 * i + k) % 90 for i in range(40)] * 2 for k in range(NUM_REQS)]
 GOALS_US = {"verification": 60.0, "filling": 15.0}
@@ -126,7 +125,7 @@ def keep(owner: Any, name: str, kept: dict[str, Callable[[], Any]], key: str) ->
         # `_verify` has the requests' states on the host, and `fill` the batch.
         num_reqs = args[0].num_reqs if key == "filling" else len(args[6])
         if num_reqs == NUM_REQS:
-            kept[key] = lambda: method(*args, **kwargs)
+            kept[key] = (lambda: fill_again(owner, *args, **kwargs)) if key == "filling" else lambda: method(*args, **kwargs)
         return method(*args, **kwargs)
 
     return patch.object(owner, name, call)

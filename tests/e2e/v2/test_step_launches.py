@@ -131,6 +131,12 @@ _SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
         ("mtp_ngram", False, False, {"verify_strategy": "topp"}, 9),
         ("mtp_ngram", False, False, {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"}, 9),
         ("adaptive", False, False, {}, 11),
+        # The trees' chain behind each number of the model's drafts takes a copy and a launch.
+        ("adaptive", False, False, {"mtp_strategy": "with_suffix"}, 19),
+        # Only what they forecast behind none of them.
+        ("adaptive", True, False, {"mtp_strategy": "with_suffix"}, 16),
+        ("adaptive", False, True, {}, 16),
+        ("adaptive", True, True, {}, 16),
     ],
 )
 def test_launches_of_a_step(
@@ -150,7 +156,7 @@ def test_launches_of_a_step(
     if has_reference:
         extra[0] = {"sp_advice_prompt_token_ids": FEW[0], "sp_edit": 1}
     with start(trained, speculative(proposer, draft, **options)) as e, counted_steps(e, monkeypatch) as steps:
-        ask(e, FEW, extra, max_tokens=9, ignore_eos=True, **(_SAMPLED if options else {}))
+        ask(e, FEW, extra, max_tokens=9, ignore_eos=True, **(_SAMPLED if "verify_strategy" in options else {}))
     steady = [lines for number, lines in steps if number == len(FEW)]
     slowest = max(steady, key=lambda lines: lines.total())
     assert slowest.total() == most, sorted(slowest.items())
