@@ -8,8 +8,8 @@ left is Python, and torch's small operations. On a GPU each launch takes its own
 the table counts; `ci/gpu.sh` measures whole steps there.
 
 *Parts.* Verification is `_verify` of the runner's rejection sampler: from a step's logits to its tokens. Filling is
-`Drafting.begin_step` and `fill`: from the model's drafts to all slots. vLLM has nothing like it. In `adaptive` the
-arbiter chooses them; in the others a fixed rule does, `append`.
+what `Drafting` does around the model's passes: `begin_step`, `passes` and `fill`. vLLM has nothing like it. `append` is
+the fixed rule. In `adaptive` the arbiter chooses; it computes prices in every eighth step, which a median leaves out.
 
 *Right.* At temperature 0 each engine's texts must equal those without speculation, or the run exits with 1.
 
@@ -19,6 +19,7 @@ arbiter chooses them; in the others a fixed rule does, `append`.
 """
 
 import argparse
+import functools
 import os
 import sys
 import tempfile
@@ -57,8 +58,8 @@ from tests.triton_cpu.interpreted_cpu.patches import speed_up
 from vllm_specplus.strategies import STRATEGIES
 from vllm_specplus.testing.tiny_model import make_random
 
-VLLM, ADAPTIVE, SLOTS, NUM_REQS = "vLLM", "adaptive", 5, 4
-_ADAPTIVE = {"method": "mtp", "num_speculative_tokens": SLOTS, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
+VLLM, ADAPTIVE, SLOTS, PASSES, NUM_REQS = "vLLM", "adaptive", 5, 2, 4
+_ADAPTIVE = {"method": "mtp", "num_speculative_tokens": SLOTS, "num_model_steps": PASSES, "mtp_strategy": "with_ngram"}
 _APPEND = _ADAPTIVE | {"adaptive": False}
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -66,7 +67,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     **{strategy: _APPEND | {"verify_strategy": strategy} for strategy in STRATEGIES},
     ADAPTIVE: _ADAPTIVE,
 }
-# Of each way to fill slots one engine, as filling does not depend on how tokens are verified.
+# The engine of each way to fill slots, as that does not depend on how tokens are verified.
 FILLERS = {"rejection": "append", ADAPTIVE: ADAPTIVE}
 TEMPERATURES = (0.0, 0.8)
 PROMPTS = [[(7 * i + k) % 90 for i in range(40)] * 2 for k in range(NUM_REQS)]
@@ -125,10 +126,19 @@ def keep(owner: Any, name: str, kept: dict[str, Callable[[], Any]], key: str) ->
         # `_verify` has the requests' states on the host, and `fill` the batch.
         num_reqs = args[0].num_reqs if key == "filling" else len(args[6])
         if num_reqs == NUM_REQS:
-            kept[key] = (lambda: fill_again(owner, *args, **kwargs)) if key == "filling" else lambda: method(*args, **kwargs)
+            again = functools.partial(method, *args, **kwargs)
+            kept[key] = functools.partial(plan_and_fill, owner, args[0], again) if key == "filling" else again
         return method(*args, **kwargs)
 
     return patch.object(owner, name, call)
+
+
+def plan_and_fill(drafting: Any, input_batch: Any, fill: Callable[[], Any]) -> None:
+    """What the plugin does around the draft model's passes, in the order of a step; the model does not run."""
+    drafting.begin_step(input_batch)
+    with drafting.passes(input_batch, PASSES):
+        pass
+    fill()
 
 
 def kept_parts(name: str, llm: LLM, runner: Any, max_tokens: int) -> tuple[list[Part], list[list[int]]]:
@@ -150,9 +160,10 @@ def kept_parts(name: str, llm: LLM, runner: Any, max_tokens: int) -> tuple[list[
         def prepare(temperature: float = temperature) -> None:
             temperatures.fill(temperature)
 
-        # Filling does not depend on how tokens are verified.
-        wanted = kept if temperature == 0 and name in ("rejection", VLLM) else {"verification"}
-        parts += [Part(part, name, temperature, prepare, kept[part]) for part in wanted]
+        if name != ADAPTIVE:
+            parts.append(Part("verification", name, temperature, prepare, kept["verification"]))
+        if temperature == 0 and name in FILLERS:
+            parts.append(Part("filling", FILLERS[name], temperature, prepare, kept["filling"]))
     return parts, texts
 
 
@@ -215,11 +226,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 1 if a text is wrong."""
     parser = argparse.ArgumentParser(description="The Python time of a decode step on Model Runner V2.")
     parser.add_argument("--rounds", type=int, help="timed calls of each part; default 2000")
-    parser.add_argument("--tiny", action="store_true", help="a few calls of two methods, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="a few calls of three methods, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the results here as well")
     args = parser.parse_args(argv)
     rounds = args.rounds or (5 if args.tiny else 2000)
-    names = ["none", VLLM, "rejection"] if args.tiny else list(CONFIGS)
+    names = ["none", VLLM, *FILLERS] if args.tiny else list(CONFIGS)
     speed_up()
     console, parts, plain, wrong = Console(), [], [], []
     with tempfile.TemporaryDirectory() as folder:
