@@ -104,32 +104,33 @@ def at_most_10_rows(counts: list[int]) -> list[int]:
 NUM_ROWS = st.sampled_from([1, 0, 2, 3, 4, 5] * 3 + [7, 11, 17])
 
 
-# No shrinking: a failing case is printed whole and is small, and shrinking would take minutes.
 @pytest.mark.usefixtures("_head_size")
-@fuzz
-@settings(
-    max_examples=400,  # others in each run of CI, and for as long as one likes by ci/fuzz.sh
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.differing_executors,
-    ],
-)
-@given(shapes_of(st.lists(NUM_ROWS, min_size=1, max_size=4).map(at_most_10_rows)))
-@example(UNDRAWN_AT_INFINITY)
-@example(DRAWN_AT_INFINITY)
-def test_equals_reference(shape: Shape) -> None:
-    inputs = make_case(shape)
-    expected = reference.verify(inputs)
-    longest = int(expected.num_tokens.max()) if inputs.num_reqs else 0
-    event(f"{shape.strategy}, {shape.policy}, at most {min(longest, 3)} tokens")
-    laid = GuardedInputs(inputs, pads_rows=shape.seed % 2 == 1)
-    assert_same(run(laid.inputs), expected)
-    laid.check()
-    valid = expected.token_ids[expected.token_ids != -1]
-    assert ((valid >= 0) & (valid < shape.vocab_size)).all()
+@pytest.mark.parametrize("num_cases", [400, pytest.param(2000, marks=pytest.mark.slow)])
+def test_equals_reference(num_cases: int) -> None:
+    """On cases that are others in each run of CI, and as many as one likes by ci/fuzz.sh."""
+
+    # No shrinking: a failing case is printed whole and is small, and shrinking would take minutes.
+    @fuzz
+    @settings(
+        max_examples=num_cases,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(shapes_of(st.lists(NUM_ROWS, min_size=1, max_size=4).map(at_most_10_rows)))
+    @example(UNDRAWN_AT_INFINITY)
+    @example(DRAWN_AT_INFINITY)
+    def check(shape: Shape) -> None:
+        inputs = make_case(shape)
+        expected = reference.verify(inputs)
+        longest = int(expected.num_tokens.max()) if inputs.num_reqs else 0
+        event(f"{shape.strategy}, {shape.policy}, at most {min(longest, 3)} tokens")
+        laid = GuardedInputs(inputs, pads_rows=shape.seed % 2 == 1)
+        assert_same(run(laid.inputs), expected)
+        laid.check()
+        valid = expected.token_ids[expected.token_ids != -1]
+        assert ((valid >= 0) & (valid < shape.vocab_size)).all()
+
+    check()
 
 
 @pytest.mark.parametrize("with_draft_logits", [False, True])
