@@ -92,7 +92,8 @@ def _store_head(row, groups, heads, i_row, bound, num_listed, sizes):
         How many they are: int32.
     """
     num_tokens = tl.zeros((), tl.int32)
-    for first in range(0, num_listed, sizes.TILE_GROUPS):
+    # Here the judges need the most registers, and what a compiler moves out of the loop takes more.
+    for first in tl.range(0, num_listed, sizes.TILE_GROUPS, disable_licm=True):
         _, tokens = tile_of(groups, first, num_listed, sizes.TILE_GROUPS)
         logits = load_logits(row.ptr, tokens, row.vocab_size)
         taken = (logits >= bound).to(tl.int32)

@@ -251,7 +251,8 @@ def judge_kernel(
     with_above: tl.constexpr = (filters.top_p_ptr is not None) and STRATEGY != TARGET_MATCH
     num_seen = tl.zeros((), tl.int32)
     going = num_own > 0
-    for first in range(0, sizes.ALL_SLOTS, sizes.JUDGED_ROWS):
+    # What a compiler moves out of these loops takes registers for as long as they run, and spills others.
+    for first in tl.range(0, sizes.ALL_SLOTS, sizes.JUDGED_ROWS, disable_licm=True):
         if going:
             slots = first + tl.arange(0, sizes.JUDGED_ROWS)
             i_rows = start + tl.minimum(slots, num_own - 1)
@@ -275,7 +276,7 @@ def judge_kernel(
             is_mine = is_open & (slots % num_judges == i_judge)
             note_open(plans, i_rows, found, drafts, verdict, is_mine)
             slot = tl.min(tl.where(is_mine, slots, NO_LIMIT), axis=0)
-            while slot < NO_LIMIT:
+            while tl.condition(slot < NO_LIMIT, disable_licm=True):
                 _judge_row(
                     batch,
                     request,

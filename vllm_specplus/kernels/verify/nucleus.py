@@ -21,6 +21,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
 _LIST_RUN = tl.constexpr(4)  # groups that one thread loads at once
+_SCAN_RUN = tl.constexpr(4)  # tokens side by side that one thread has, whatever the type of the logits
 
 
 class Row(NamedTuple):
@@ -286,14 +287,23 @@ def _own_group(row, token, logit):
 
 
 @triton.jit
+def _sums_of_runs(values):
+    """The sums over each `_SCAN_RUN` tokens side by side: [NUM, GROUP_SIZE / `_SCAN_RUN`] of [NUM, GROUP_SIZE].
+
+    A scan adds these up, since a sum for each token would need more registers than there are.
+    """
+    return tl.sum(tl.reshape(values, (values.shape[0], GROUP_SIZE // _SCAN_RUN, _SCAN_RUN)), axis=2)
+
+
+@triton.jit
 def mass_before(row, groups, num_listed, token, logit, sizes):
     """The mass of the tokens ordered before one: float32."""
-    mass = tl.zeros((sizes.SCAN_GROUPS, GROUP_SIZE), tl.float32)
+    mass = tl.zeros((sizes.SCAN_GROUPS, GROUP_SIZE // _SCAN_RUN), tl.float32)
     for first in range(0, num_listed, sizes.SCAN_GROUPS):
         numbers, tokens = tile_of(groups, first, num_listed, sizes.SCAN_GROUPS)
         logits = load_logits(row.ptr, tokens, row.vocab_size)
         before = logits >= least_before(numbers, token, logit)[:, None]
-        mass += tl.where(before, weigh(logits, row.max_logit, row.temperature), 0.0)
+        mass += _sums_of_runs(tl.where(before, weigh(logits, row.max_logit, row.temperature), 0.0))
     logits, before = _own_group(row, token, logit)
     return tl.sum(mass) + tl.sum(tl.where(before, weigh(logits, row.max_logit, row.temperature), 0.0))
 
@@ -301,11 +311,11 @@ def mass_before(row, groups, num_listed, token, logit, sizes):
 @triton.jit
 def count_before(row, groups, num_listed, token, logit, sizes):
     """The number of tokens ordered before one: int32."""
-    count = tl.zeros((sizes.SCAN_GROUPS, GROUP_SIZE), tl.int32)
+    count = tl.zeros((sizes.SCAN_GROUPS, GROUP_SIZE // _SCAN_RUN), tl.int32)
     for first in range(0, num_listed, sizes.SCAN_GROUPS):
         numbers, tokens = tile_of(groups, first, num_listed, sizes.SCAN_GROUPS)
         logits = load_logits(row.ptr, tokens, row.vocab_size)
-        count += (logits >= least_before(numbers, token, logit)[:, None]).to(tl.int32)
+        count += _sums_of_runs((logits >= least_before(numbers, token, logit)[:, None]).to(tl.int32))
     _, before = _own_group(row, token, logit)
     return tl.sum(count) + tl.sum(before.to(tl.int32))
 
