@@ -21,7 +21,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
 _LIST_RUN = tl.constexpr(4)  # groups that one thread loads at once
-_SCAN_RUN = tl.constexpr(4)  # tokens side by side that one thread has, whatever the type of the logits
+_SCAN_RUN = tl.constexpr(8)  # tokens side by side, which one thread loads at once where each is of two bytes
 
 
 class Row(NamedTuple):
