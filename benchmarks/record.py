@@ -1,11 +1,15 @@
 """Record traces for `benchmarks/replay.py` from a real engine: greedy texts, and what a draft model drafts along them.
 
-    python benchmarks/record.py MODEL PROMPTS --out FILE [--speculative-config JSON] [--max-tokens N] [--chat]
+    python benchmarks/record.py MODEL (PROMPTS | --workload NAME ...) --out FILE [--speculative-config JSON]
+                                [--max-tokens N] [--chat]
 
 PROMPTS is a JSON file: a list of ``{"kind", "name", "prompt"}``, perhaps with ``"reference"``. A prompt and a reference
-are text or a list of token ids. FILE gets the same list with token ids throughout, and with ``"output"``: the greedy
-continuation, and ``"drafts"``: ``drafts[i]`` is what the draft model drafts once ``output[:i + 1]`` is known. The last
-one is empty, since a request that has ended is drafted for no more.
+are text or a list of token ids. `--workload` takes prompts of `vllm-specplus compare` instead. A workload's name is
+their kind, what it asks goes into the model's chat template if there is one, and `edit` brings references.
+
+FILE gets the same list with token ids throughout, and with ``"output"``: the greedy continuation, and ``"drafts"``:
+``drafts[i]`` is what the draft model drafts once ``output[:i + 1]`` is known. The last one is empty, since a request
+that has ended is drafted for no more.
 
 The engine verifies with ``accept_policy: reject_all``, so each step gives one token of the target's own and a full list
 of drafts. That works with every draft model that vLLM runs: MTP and EAGLE heads, and draft models. V1 on a CPU.
@@ -15,20 +19,24 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from vllm_specplus.compare.workloads import WORKLOADS, workload
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's scheduler is in this process
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 DEFAULT_CONFIG = {"method": "mtp", "num_speculative_tokens": 3}
+KINDS = [name for name in WORKLOADS if name != "mixed"]
 
 
 def record(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Generate every prompt of the file; return the traces."""
+    """Generate every prompt; return the traces."""
     from vllm import LLM, SamplingParams
 
-    rows = json.loads(args.prompts.read_text())
+    rows = workload_rows(args.workload) if args.workload else json.loads(args.prompts.read_text())
     config = (args.speculative_config or DEFAULT_CONFIG) | {"accept_policy": "reject_all"}
     llm = LLM(
         model=args.model,
@@ -51,8 +59,9 @@ def record(args: argparse.Namespace) -> list[dict[str, Any]]:
             return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
         return list(tokenizer.encode(text, add_special_tokens=False))
 
+    has_template = tokenizer.chat_template is not None
     drafts_by_request = capture_drafts(llm)
-    prompts = [ids(row["prompt"], args.chat) for row in rows]
+    prompts = [ids(row["prompt"], args.chat or (has_template and row.get("is_question", False))) for row in rows]
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=True)
     traces = []
@@ -67,6 +76,17 @@ def record(args: argparse.Namespace) -> list[dict[str, Any]]:
             trace["reference"] = ids(row["reference"], False)
         traces.append(trace)
     return traces
+
+
+def workload_rows(kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """The prompts of `vllm-specplus compare`'s workloads as PROMPTS has them, and whether each is a question."""
+    rows = []
+    for kind in kinds:
+        for prompt in workload(kind):
+            text = prompt.messages[0]["content"] if prompt.text is None else prompt.text
+            row = {"kind": kind, "name": prompt.name, "prompt": text, "is_question": prompt.text is None}
+            rows.append(row | ({"reference": prompt.reference} if prompt.reference else {}))
+    return rows
 
 
 def capture_drafts(llm: Any) -> dict[str, list[list[int]]]:
@@ -95,7 +115,9 @@ def _external_id(req_id: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", metavar="MODEL", help="folder of the target model")
-    parser.add_argument("prompts", metavar="PROMPTS", type=Path, help="JSON file of prompts")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("prompts", metavar="PROMPTS", type=Path, nargs="?", help="JSON file of prompts")
+    prompts.add_argument("--workload", choices=KINDS, nargs="+", help="prompts that `vllm-specplus compare` brings")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the traces go")
     parser.add_argument(
         "--speculative-config", type=json.loads, metavar="JSON", help=f"default: {json.dumps(DEFAULT_CONFIG)}"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import PROMPTS, engine
+from vllm_specplus.testing.tiny_tokenizer import SPECIAL_TOKENS
 
 _ROOT = Path(__file__).parents[3]
 MAX_TOKENS = 40
@@ -31,16 +32,23 @@ def traces(drafter: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPa
     rows = [{"kind": "code", "name": str(i), "prompt": prompt} for i, prompt in enumerate(PROMPTS[:3])]
     rows.append({"kind": "text", "name": "text", "prompt": "import os\n", "reference": "import os\n"})
     (folder / "prompts.json").write_text(json.dumps(rows))
-    command = [sys.executable, "benchmarks/record.py", str(model), str(folder / "prompts.json"), "--ignore-eos"]
-    command += ["--out", str(folder / "traces.json"), "--max-tokens", str(MAX_TOKENS)]
-    command += ["--speculative-config", json.dumps(config), "--max-model-len", "512"]
+    arguments = (str(folder / "prompts.json"), "--speculative-config", json.dumps(config), "--max-model-len", "512")
+    return recorded(folder, model, MAX_TOKENS, *arguments)
+
+
+def recorded(folder: Path, model: Path, max_tokens: int, *arguments: str) -> list[dict]:
+    out = folder / "traces.json"
+    command = [sys.executable, "benchmarks/record.py", str(model), *arguments, "--ignore-eos"]
+    command += ["--out", str(out), "--max-tokens", str(max_tokens)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert f"4 traces, {4 * MAX_TOKENS} output tokens" in done.stdout
-    return json.loads((folder / "traces.json").read_text())
+    traces = json.loads(out.read_text())
+    assert f"{len(traces)} traces, {len(traces) * max_tokens} output tokens" in done.stdout
+    return traces
 
 
 def test_traces_are_complete(traces: list[dict]) -> None:
+    assert len(traces) == 4
     assert [trace["prompt"] for trace in traces[:3]] == PROMPTS[:3]
     assert traces[3]["prompt"] == traces[3]["reference"] == list(b"import os\n")
     for trace in traces:
@@ -55,6 +63,17 @@ def test_an_engine_takes_the_steps_that_a_replay_takes(
         assert e.tokens([trace["prompt"] for trace in traces], max_tokens=MAX_TOKENS) == [t["output"] for t in traces]
         steps = e.counts().drafts
     assert sum(_num_steps(trace) for trace in traces) == steps
+
+
+def test_the_prompts_of_workloads(trained: Path, tmp_path: Path) -> None:
+    traces = recorded(tmp_path, trained, 4, "--workload", "edit", "prose")
+    assert [trace["kind"] for trace in traces] == ["edit"] * 8 + ["prose"] * 8
+    edit, prose = traces[0], traces[8]
+    question = [SPECIAL_TOKENS["<|im_start|>"], *b"user\nRename `filename` to `path` in this function"]
+    assert edit["prompt"][: len(question)] == question
+    assert bytes(edit["reference"]) in bytes(token for token in edit["prompt"] if token < 256)
+    assert bytes(prose["prompt"]).startswith(b"The harbour had been quiet")
+    assert "reference" not in prose
 
 
 def _num_steps(trace: dict) -> int:
