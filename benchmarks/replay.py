@@ -366,7 +366,7 @@ def rows_of(
     matchers: dict[int, Matcher],
     setting: Setting,
 ) -> list[Row]:
-    """The rows of one setting.
+    """The rows of one setting, those of `hindsight` last.
 
     Args:
         traces: what is replayed.
@@ -374,6 +374,25 @@ def rows_of(
         matchers: of `new_matchers`, likewise.
         setting: passes, width and costs.
     """
+    rows = rows_of_drafters(traces, offers, matchers, setting)
+    passes = setting.passes
+    # Of the model's drafts each costs a pass of its own, so fewer may do; what joins them needs all of them.
+    needs = {"model": None, "ngram": 0, "suffix": 0, "append": passes, "override": passes, "reference": 0}
+    best: list[tuple[int, float] | None] = []
+    for i, trace in enumerate(traces):
+        found = [(drafts, needs[way]) for way in needs if (drafts := offers[way][i]) is not None]
+        found += spliced(trace, matchers, setting)
+        best.append(best_in_hindsight(trace, found, setting))
+    return rows + summed("hindsight", passes, setting, traces, best)
+
+
+def rows_of_drafters(
+    traces: Sequence[Trace],
+    offers: dict[str, list[Drafts | None]],
+    matchers: dict[int, Matcher],
+    setting: Setting,
+) -> list[Row]:
+    """The rows of one setting without `hindsight`; for the arguments see `rows_of`."""
     passes = setting.passes
     nothing: list[Drafts | None] = [[[]] * len(trace.output) for trace in traces]
     ways = [("none", 0, nothing)]
@@ -390,15 +409,7 @@ def rows_of(
             for trace, one in zip(traces, drafts, strict=True)
         ]
         rows += summed(way, num_passes, setting, traces, results)
-    rows += summed("adaptive", passes, setting, traces, replay_adaptive(traces, matchers, setting))
-    # Of the model's drafts each costs a pass of its own, so fewer may do; what joins them needs all of them.
-    needs = {"model": None, "ngram": 0, "suffix": 0, "append": passes, "override": passes, "reference": 0}
-    best: list[tuple[int, float] | None] = []
-    for i, trace in enumerate(traces):
-        found = [(drafts, needs[way]) for way in needs if (drafts := offers[way][i]) is not None]
-        found += spliced(trace, matchers, setting)
-        best.append(best_in_hindsight(trace, found, setting))
-    return rows + summed("hindsight", passes, setting, traces, best)
+    return rows + summed("adaptive", passes, setting, traces, replay_adaptive(traces, matchers, setting))
 
 
 def spliced(trace: Trace, matchers: dict[int, Matcher], setting: Setting) -> list[tuple[Drafts, int | None]]:
