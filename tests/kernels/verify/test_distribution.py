@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, chi_squared, likeliest
-from vllm_specplus.kernels.verify import emit, judge, launch, nucleus, race, request_stats
+from vllm_specplus.kernels.verify import emit, judge, launch, nucleus, order, race, request_stats
 from vllm_specplus.kernels.verify.arguments import Draft, draft_of
 from vllm_specplus.kernels.verify.head import sample_of_head
 from vllm_specplus.kernels.verify.noise import gumbel_noise, least_uniform
-from vllm_specplus.kernels.verify.nucleus import NEG_INF, POS_INF, Residual, sample_before, score_tokens
+from vllm_specplus.kernels.verify.nucleus import NEG_INF, POS_INF, Residual, score_tokens
+from vllm_specplus.kernels.verify.order import sample_before
 from vllm_specplus.verify import verify_draft_tokens
 
 pytestmark = pytest.mark.interpreter
@@ -78,7 +79,7 @@ def takes_one_half(seed, position):
 @pytest.mark.parametrize("mode", ["rejection", "sampled drafts"])
 @pytest.mark.parametrize(
     ("module", "name", "bug"),
-    [(nucleus, "score_tokens", forgets_the_draft), (request_stats, "acceptance_uniform", takes_one_half)],
+    [(order, "score_tokens", forgets_the_draft), (request_stats, "acceptance_uniform", takes_one_half)],
 )
 def test_power(mode: str, module: ModuleType, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, name, bug)

@@ -30,13 +30,11 @@ from vllm_specplus.kernels.verify.nucleus import (
     Residual,
     Row,
     RowGroups,
-    count_before,
     list_groups,
     load_logits,
     lowest_kept,
-    mass_before,
-    sample_before,
 )
+from vllm_specplus.kernels.verify.order import count_before, mass_before, sample_before
 from vllm_specplus.kernels.verify.race import MARGIN, SLACK, SLACK_OF_Z, run_of
 from vllm_specplus.kernels.verify.row_stats import first_token
 

@@ -23,12 +23,11 @@ from vllm_specplus.kernels.verify.nucleus import (
     GROUP_SIZE,
     LARGEST,
     NEG_INF,
-    least_before,
     load_logits,
     load_numbers,
-    own_groups,
     weigh,
 )
+from vllm_specplus.kernels.verify.order import least_before, own_groups
 
 
 @triton.jit(do_not_specialize=["num_reqs", "max_rows"])

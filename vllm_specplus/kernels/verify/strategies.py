@@ -17,13 +17,13 @@ from vllm_specplus.kernels.verify.nucleus import (
     NEG_INF,
     POS_INF,
     Row,
-    count_before,
     find_cut,
     list_groups,
     load_logits,
     tile_of,
     weigh,
 )
+from vllm_specplus.kernels.verify.order import count_before
 from vllm_specplus.kernels.verify.request_stats import keeps_one
 from vllm_specplus.kernels.verify.row_stats import first_token
 
