@@ -186,6 +186,8 @@ class _Checker:
         self._expected: dict[int, tuple[Configuration, Run]] = {}
         # By configuration's name and concurrency; each once, in the order in which they came.
         self._departures: dict[tuple[str, int], dict[_Departure, None]] = {}
+        # By the engine's configuration, the prompt's number and the tokens behind it: many differ at one place.
+        self._best: dict[tuple[str, int, tuple[int, ...]], list[Best]] = {}
 
     def check(self, configuration: Configuration, level: int, run: Run) -> None:
         """Compare a run's answers with those expected at this concurrency; note where they leave them."""
@@ -221,7 +223,10 @@ class _Checker:
         if asks:
             with _noting_failures(reference, self._measurements, self._engines):
                 engine = self._engines.get(reference)
-                best = engine.call("best_two", departure.number, list(departure.prefix))
+                place = reference.name, departure.number, departure.prefix
+                if place not in self._best:
+                    self._best[place] = engine.call("best_two", departure.number, list(departure.prefix))
+                best = self._best[place]
                 expected, found = ("" if token is None else engine.call("text", [token]) for token in tokens)
                 dtype = engine.call("dtype")
         prompt = self._plan.prompts[departure.number].name
