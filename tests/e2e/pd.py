@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from vllm import envs
 
 from tests.e2e.engines import engine
-from tests.e2e.processes import alive, of_group
+from tests.e2e.processes import alive, of_group, wait_for
 from tests.e2e.references import stats
 from tests.e2e.serving import Server, free_port
 
@@ -267,16 +267,9 @@ def check_death(pd: Pd, text: str) -> None:
     assert refused.value.status_code == 502
     told = f"the decode server ended with {-signal.SIGKILL}"
     # The script tells it in a thread, which the answers above do not wait for.
-    wait_for(lambda: told in pd.proxy.log(), told)
+    wait_for(lambda: told in pd.proxy.log(), END_SECONDS, told)
 
 
 def check_nothing_is_left(group: int) -> None:
     """The processes of a server are gone once the system has noticed it."""
-    wait_for(lambda: not alive(of_group(group)), f"the end of group {group}")
-
-
-def wait_for(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + END_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"waited in vain for: {what}"
-        time.sleep(0.1)
+    wait_for(lambda: not alive(of_group(group)), END_SECONDS, f"the end of group {group}")

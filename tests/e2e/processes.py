@@ -1,7 +1,8 @@
 """Processes that tests start, kill and wait for."""
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import psutil
@@ -25,6 +26,14 @@ def of_group(group: int) -> list[psutil.Process]:
             if os.getpgid(process.pid) == group:
                 found.append(process)
     return found
+
+
+def wait_for(holds: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait until something holds; the test fails, and says what it waited for, if that takes too long."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"waited in vain for: {what}"
+        time.sleep(0.1)
 
 
 def ray_environment() -> dict[str, str]:

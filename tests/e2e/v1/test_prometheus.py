@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.processes import wait_for
 from tests.e2e.serving import Server, free_port, serve
 from tests.examples.test_grafana import QUERIES, ROOT, VARIABLES
 
@@ -64,7 +64,7 @@ def prometheus(server: Server, folder: Path) -> Iterator[Prometheus]:
         process = subprocess.Popen(["prometheus", *options], cwd=folder, stdout=log, stderr=subprocess.STDOUT)
     try:
         running = Prometheus(f"http://{address}")
-        wait_for(running.is_ready)
+        wait_for(running.is_ready, _SECONDS, "Prometheus")
         yield running
     except BaseException:
         print((folder / "prometheus.log").read_text()[-4000:])
@@ -72,13 +72,6 @@ def prometheus(server: Server, folder: Path) -> Iterator[Prometheus]:
     finally:
         process.terminate()
         process.wait(60)
-
-
-def wait_for(holds: Any) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def ask_for_answers(server: Server) -> None:
@@ -96,7 +89,7 @@ def test_queries(trained: Path, tmp_path: Path) -> None:
             rows = asked.query("min (count_over_time(up[5m]))")
             return bool(rows) and float(rows[0]["value"][1]) >= _SAMPLES
 
-        wait_for(has_samples)
+        wait_for(has_samples, _SECONDS, "samples")
         assert {row["metric"]["job"]: row["value"][1] for row in asked.query("up")} == {"vllm": "1", "specplus": "1"}
         values = asked.ask("/api/v1/label/instance/values", **{"match[]": "vllm:generation_tokens_total"})
         assert values == [server.address.removeprefix("http://")]
@@ -113,7 +106,7 @@ def test_queries(trained: Path, tmp_path: Path) -> None:
             found = {row["metric"]["source"]: int(row["value"][1]) for row in rows}
             return found == {source: counts["drafted"] for source, counts in drafted.items()}
 
-        wait_for(agrees)
+        wait_for(agrees, _SECONDS, "the server's counts")
 
 
 def documented() -> list[str]:
