@@ -130,13 +130,13 @@ _SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
         # Four kernels that verify, and one that makes their arguments.
         ("mtp_ngram", False, False, {"verify_strategy": "topp"}, 9),
         ("mtp_ngram", False, False, {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"}, 9),
-        ("adaptive", False, False, {}, 11),
+        ("adaptive", False, False, {}, 10),
         # The trees' chain behind each number of the model's drafts takes a copy and a launch.
-        ("adaptive", False, False, {"mtp_strategy": "with_suffix"}, 19),
+        ("adaptive", False, False, {"mtp_strategy": "with_suffix"}, 18),
         # Only what they forecast behind none of them.
-        ("adaptive", True, False, {"mtp_strategy": "with_suffix"}, 16),
-        ("adaptive", False, True, {}, 16),
-        ("adaptive", True, True, {}, 16),
+        ("adaptive", True, False, {"mtp_strategy": "with_suffix"}, 15),
+        ("adaptive", False, True, {}, 15),
+        ("adaptive", True, True, {}, 15),
     ],
 )
 def test_launches_of_a_step(

@@ -16,9 +16,7 @@ from vllm_specplus.kernels.arbiter import (
     judge_and_update,
     judgement,
     make_state,
-    passes,
-    plan_passes,
-    settle,
+    settle_and_plan,
     state,
 )
 from vllm_specplus.kernels.drafts import DraftCounts
@@ -253,25 +251,21 @@ class Pair:
             assert self.offers.is_blind or value == values[self.offers.passes[row]]
             assert np.all(chances[drafts < 0] == 0)
 
-    def settle(self, batch, values, values_given, pass_prices, step_price):
-        rows, _, idx_mapping = batch
+    def settle(self, batch, values, values_given, limits, pass_prices, step_price):
+        rows, is_request, idx_mapping = batch
         total = 0
         if self.num_steps:
             total = spec.settle(
                 rows, self.offers, values, self.credits, self.gains, pass_prices, step_price, MOST_CREDIT
             )
-        profit = torch.tensor([1000])
+        planned = spec.plan_passes(rows, limits[is_request], self.offers, self.credits, self.gains, pass_prices)
+        totals = torch.tensor([11, 1000])
         prices = torch.from_numpy(pass_prices), torch.tensor([step_price])
-        settle(self.kernels, idx_mapping, values_given, *prices, profit, most_credit=MOST_CREDIT)
-        assert profit.tolist() == [1000 + total]
-        self.assert_same()
-
-    def plan(self, batch, limits, pass_prices):
-        rows, is_request, idx_mapping = batch
-        expected = spec.plan_passes(rows, limits[is_request], self.offers, self.credits, self.gains, pass_prices)
-        totals = torch.tensor([11, -12])
-        report = plan_passes(self.kernels, idx_mapping, limits_of(limits), torch.from_numpy(pass_prices), totals)
-        assert report[:3].tolist() == [11, -12, expected]
+        report = settle_and_plan(
+            self.kernels, idx_mapping, values_given, limits_of(limits), *prices, totals, most_credit=MOST_CREDIT
+        )
+        assert totals.tolist() == [11, 1000 + total]
+        assert report[:3].tolist() == [11, 1000 + total, planned]
         np.testing.assert_array_equal(report[3:].numpy()[is_request], self.credits[rows])
         assert torch.all(report[3:][torch.from_numpy(~is_request)] == spec.ASLEEP)
         self.assert_same()
@@ -347,7 +341,6 @@ def test_equals_the_specification(case):
     pass_prices = np.array([pass_price, pass_price // 3, pass_price // 3][: pair.num_steps], np.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accounts, "_BLOCK_REQS", block_reqs)  # a batch has several blocks
-        patch.setattr(passes, "_BLOCK_REQS", block_reqs)
         for batch_size in batch_sizes:
             batch = pair.draw_batch(batch_size)
             pair.grow_texts()
@@ -356,9 +349,8 @@ def test_equals_the_specification(case):
             pair.draw_offers(batch[0])
             pair.share()
             *values, limits = pair.choose(batch, slot_price)
-            pair.settle(batch, *values, pass_prices, max(step_price, 1))
-            pair.plan(batch, limits, pass_prices)
-            pair.plan(batch, np.zeros_like(limits), pass_prices)
+            pair.settle(batch, *values, limits, pass_prices, max(step_price, 1))
+            pair.settle(batch, *values, np.zeros_like(limits), pass_prices, max(step_price, 1))
 
 
 def test_constants_are_those_of_the_specification():
@@ -425,17 +417,15 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
         | limits
         | {"slot_price": one, "drafts": torch.zeros(num_reqs, width, dtype=torch.int64)}
         | {"by_state": DraftCounts(*by_state[:2]), "sources": by_state[2]},
-        settle: batch
+        settle_and_plan: batch
+        | limits
         | {
             "values": torch.zeros(num_reqs, num_steps + 1, dtype=torch.int64),
             "pass_prices": torch.zeros(num_steps, dtype=torch.int64),
             "step_price": one,
-            "profit": one.clone(),
+            "totals": torch.zeros(2, dtype=torch.int64),
             "most_credit": MOST_CREDIT,
         },
-        plan_passes: batch
-        | limits
-        | {"pass_prices": torch.zeros(num_steps, dtype=torch.int64), "totals": torch.zeros(2, dtype=torch.int64)},
     }
     return {
         function: call | {name: value for name, value in changes.items() if name in call}
@@ -457,15 +447,12 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
         (choose, {"sources": torch.zeros(4)}, "sources must"),
         (choose, {"drafts": torch.zeros(2, 4)}, r"drafts must be torch\.int64"),
         (choose, {"drafts": torch.zeros(2, 5, dtype=torch.int64)}, "drafts has 5 columns, .* made for 4"),
-        (settle, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
-        (settle, {"values": torch.zeros(2, 2, dtype=torch.int64)}, r"values must .* \(2, 3\)"),
-        (settle, {"pass_prices": torch.zeros(3, dtype=torch.int64)}, "pass_prices must"),
-        (settle, {"step_price": torch.zeros(2, dtype=torch.int64)}, "step_price must"),
-        (settle, {"profit": torch.zeros(1)}, "profit must"),
-        (plan_passes, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
-        (plan_passes, {"limits": limits_of([1])}, "max_drafts must"),
-        (plan_passes, {"pass_prices": torch.zeros(1, dtype=torch.int64)}, "pass_prices must"),
-        (plan_passes, {"totals": torch.zeros(3, dtype=torch.int64)}, "totals must"),
+        (settle_and_plan, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
+        (settle_and_plan, {"values": torch.zeros(2, 2, dtype=torch.int64)}, r"values must .* \(2, 3\)"),
+        (settle_and_plan, {"pass_prices": torch.zeros(3, dtype=torch.int64)}, "pass_prices must"),
+        (settle_and_plan, {"step_price": torch.zeros(2, dtype=torch.int64)}, "step_price must"),
+        (settle_and_plan, {"limits": limits_of([1])}, "max_drafts must"),
+        (settle_and_plan, {"totals": torch.zeros(3, dtype=torch.int64)}, "totals must"),
     ],
 )
 def test_arguments_out_of_range(function, changes, message):
@@ -483,7 +470,6 @@ KERNELS = [
     (judgement, "_update_kernel"),
     (choice, "_choose_kernel"),
     (accounts, "_settle_kernel"),
-    (passes, "_plan_kernel"),
 ]
 
 
@@ -499,7 +485,7 @@ def test_launches_depend_on_shapes_alone(monkeypatch):
         for functions in calls:
             for function, call in functions.items():
                 function(**call)
-    assert [launch.grids for launch in launches] == [[(3,)] * 2, [(1,)] * 2, [(3,)] * 2, [(1,)] * 2, [(1,)] * 2]
+    assert [launch.grids for launch in launches] == [[(3,)] * 2, [(1,)] * 2, [(3,)] * 2, [(1,)] * 2]
 
 
 def compile_ahead_of_time():
@@ -518,4 +504,4 @@ def compile_ahead_of_time():
 
 def test_kernels_compile_for_a_gpu(tmp_path):
     code = "from tests.kernels.arbiter import test_arbiter; test_arbiter.compile_ahead_of_time()"
-    assert "compiled 3 3 3 2 3" in run_without_interpreter(code, tmp_path)
+    assert "compiled 3 3 3 3" in run_without_interpreter(code, tmp_path)

@@ -18,7 +18,7 @@ from vllm_specplus.kernels.arbiter import (
     offer_model,
     offer_ngrams,
     offers,
-    settle,
+    settle_and_plan,
 )
 from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.proposers import NgramMatcher
@@ -359,8 +359,8 @@ class Steps:
         by_state = DraftCounts(*noted[:2]), noted[2]
         chosen = choose(self.state, num_tokens, idx_mapping, given, slot_price, drafts, *by_state)
         prices = torch.from_numpy(self.arbiter._scaled.passes), torch.tensor([self.arbiter._scaled.step])
-        profit, most_credit = torch.zeros(1, dtype=torch.int64), CommonAccount.most_credit
-        settle(self.state, idx_mapping, chosen.values, *prices, profit, most_credit=most_credit)
+        totals, most_credit = torch.zeros(2, dtype=torch.int64), CommonAccount.most_credit
+        settle_and_plan(self.state, idx_mapping, chosen.values, given, *prices, totals, most_credit=most_credit)
         return drafts, chosen, noted[2]
 
     def assert_same(self, order, expected, found):

@@ -9,20 +9,18 @@
 | | `_fill_kernel` | takes a chain of a request | writes what followed there |
 | `offer_chain` | `_offer_chain_kernel` | takes a request | writes any other chain |
 | `choose` | `_choose_kernel` | takes a request | writes its drafts, and what each pass of the model has added |
-| `settle` | `_settle_kernel` | takes the batch | enters what the passes have added and cost |
-| `plan_passes` | `_plan_kernel` | takes the batch | says how many passes pay, for a later step |
+| `settle_and_plan` | `_settle_kernel` | takes the batch | enters what the passes have earned, says how many pay |
 
 `proposers/_arbiter.py` is the specification. All numbers are integers, and none depends on the order of requests. So
 the results are the same bit for bit. `offer_ngrams` is `NgramMatcher` behind each number of the model's drafts, with
-one launch of each kernel for all numbers. The host reads back what `plan_passes` reports, when it has come. Grids
+one launch of each kernel for all numbers. The host reads back what `settle_and_plan` reports, when it has come. Grids
 depend on shapes and on `longest` alone. Prices are tensors, because they change from step to step.
 """
 
-from vllm_specplus.kernels.arbiter.accounts import settle
+from vllm_specplus.kernels.arbiter.accounts import NUM_TOTALS, settle_and_plan
 from vllm_specplus.kernels.arbiter.choice import Chosen, choose
 from vllm_specplus.kernels.arbiter.judgement import judge_and_update
 from vllm_specplus.kernels.arbiter.offers import offer_chain, offer_model, offer_ngrams
-from vllm_specplus.kernels.arbiter.passes import NUM_TOTALS, plan_passes
 from vllm_specplus.kernels.arbiter.state import State, make_state
 
 __all__ = [
@@ -35,6 +33,5 @@ __all__ = [
     "offer_chain",
     "offer_model",
     "offer_ngrams",
-    "plan_passes",
-    "settle",
+    "settle_and_plan",
 ]

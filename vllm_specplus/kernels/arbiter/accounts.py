@@ -1,4 +1,4 @@
-"""Enters what the draft model's passes have added and cost."""
+"""Enters what the draft model's passes have added and cost, plans later ones, and tells the host of the step."""
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
 
@@ -7,35 +7,53 @@ import triton
 import triton.language as tl
 
 from vllm_specplus.kernels.arbiter.keys import halve, length_class
-from vllm_specplus.kernels.arbiter.state import ASLEEP, MAX_GAIN_TRIALS, NUM_LENGTHS, ONE, State, sizes_of
+from vllm_specplus.kernels.arbiter.state import (
+    ASLEEP,
+    MAX_GAIN_TRIALS,
+    NUM_LENGTHS,
+    ONE,
+    PASS_PERIOD,
+    PRIOR_GAIN,
+    PRIOR_GAIN_TRIALS,
+    State,
+    sizes_of,
+)
 from vllm_specplus.kernels.checks import check_vector, describe
+from vllm_specplus.kernels.drafts import Limits
 from vllm_specplus.kernels.sizes import next_power_of_2
 
 _BLOCK_REQS = 64  # requests that the program takes at a time
 _BLOCK_LENGTHS = next_power_of_2(NUM_LENGTHS.value)
+NUM_TOTALS = 2
 
 
-def settle(
+def settle_and_plan(
     state: State,
     idx_mapping: torch.Tensor,
     values: torch.Tensor,
+    limits: Limits,
     pass_prices: torch.Tensor,
     step_price: torch.Tensor,
-    profit: torch.Tensor,
+    totals: torch.Tensor,
     *,
     most_credit: int,
-) -> None:
-    """Enter what the passes of a step have added and cost. Without model steps there is nothing to enter.
+) -> torch.Tensor:
+    """Enter what the passes of a step have added and cost, plan those of a later one, and put together a report.
 
     Args:
         state: its `credits` and `gains` are changed in place.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request. One to which the model has
-            offered nothing is left out.
+            offered nothing has nothing to enter.
         values: [B, S + 1] int64, of `choose`.
+        limits: of each request's drafts; one that may not draft needs the first pass, and no other.
         pass_prices: [S] int64, >= 0, of each pass for the whole batch.
         step_price: [1] int64, > 0, what a request gets in a step's time.
-        profit: [1] int64, gets the profit of all requests together, in the time of a step, added to it.
+        totals: [2] int64, what the host has to know: the tokens that have come, and the profit of all passes in the
+            time of a step. The second gets this step's profit added to it.
         most_credit: the largest credit of a request.
+
+    Returns:
+        [3 + B] int64: the totals, the number of passes, and the credit of each request; ASLEEP without one.
 
     Raises:
         ValueError: a tensor of another shape, dtype or layout.
@@ -44,25 +62,30 @@ def settle(
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
     if values.shape != (num_reqs, num_steps + 1) or values.dtype != torch.int64 or not values.is_contiguous():
         raise ValueError(f"values must be contiguous int64 of {(num_reqs, num_steps + 1)}, got {describe(values)}")
+    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
     check_vector("pass_prices", pass_prices, num_steps, torch.int64)
     check_vector("step_price", step_price, 1, torch.int64)
-    check_vector("profit", profit, 1, torch.int64)
-    if num_reqs and num_steps:
-        _settle_kernel[(1,)](
-            state.offers,
-            state.credits,
-            state.gains,
-            idx_mapping,
-            values,
-            pass_prices,
-            step_price,
-            profit,
-            num_reqs,
-            sizes_of(state),
-            MOST_CREDIT=most_credit,
-            BLOCK_REQS=_BLOCK_REQS,
-            BLOCK_LENGTHS=_BLOCK_LENGTHS,
-        )
+    check_vector("totals", totals, NUM_TOTALS, torch.int64)
+    report = torch.empty(NUM_TOTALS + 1 + num_reqs, dtype=torch.int64, device=totals.device)
+    _settle_kernel[(1,)](
+        state.offers,
+        state.credits,
+        state.gains,
+        idx_mapping,
+        values,
+        limits,
+        pass_prices,
+        step_price,
+        totals,
+        report,
+        num_reqs,
+        sizes_of(state),
+        MOST_CREDIT=most_credit,
+        NUM_TOTALS=NUM_TOTALS,
+        BLOCK_REQS=_BLOCK_REQS,
+        BLOCK_LENGTHS=_BLOCK_LENGTHS,
+    )
+    return report
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
@@ -72,75 +95,135 @@ def _settle_kernel(
     gains,  # Gains, changed in place
     idx_mapping_ptr,
     values_ptr,
+    limits,  # Limits
     pass_prices_ptr,
     step_price_ptr,
-    profit_ptr,  # changed in place
+    totals_ptr,  # changed in place
+    report_ptr,  # out
     num_reqs,
     sizes,  # Sizes
     MOST_CREDIT: tl.constexpr,
+    NUM_TOTALS: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
     BLOCK_LENGTHS: tl.constexpr,
 ):
-    """Grid (1,): the passes are divided among all requests to which the model has offered its drafts."""
+    """Grid (1,): a pass is made for all requests together, and divided among those that have its drafts."""
     num_offered = tl.full((), 0, tl.int64)
     for first in range(0, num_reqs, BLOCK_REQS):
-        rows, _ = load_credits(credits_ptr, idx_mapping_ptr, first + tl.arange(0, BLOCK_REQS), num_reqs)
+        rows, _ = _load_credits(credits_ptr, idx_mapping_ptr, first + tl.arange(0, BLOCK_REQS), num_reqs)
         num_offered += tl.sum((tl.load(offers.passes + rows, mask=rows >= 0, other=0) > 0).to(tl.int64), axis=0)
 
     steps = tl.arange(0, sizes.BLOCK_STEPS)
     classes = tl.arange(0, BLOCK_LENGTHS)
-    pass_prices = tl.load(pass_prices_ptr + steps, mask=steps < sizes.NUM_STEPS, other=0)
-    pass_prices = pass_prices // tl.maximum(num_offered, 1)
+    prices = tl.load(pass_prices_ptr + steps, mask=steps < sizes.NUM_STEPS, other=0)
+    shares = prices // tl.maximum(num_offered, 1)
     step_price = tl.load(step_price_ptr)
     at = classes[:, None] * sizes.NUM_STEPS + steps[None, :]
     is_gain = (classes < NUM_LENGTHS)[:, None] & (steps < sizes.NUM_STEPS)[None, :]
     sums = tl.load(gains.sums + at, mask=is_gain, other=0)
     trials = tl.load(gains.trials + at, mask=is_gain, other=0)
     total = tl.full((), 0, tl.int64)
+    num_requests = tl.zeros((BLOCK_LENGTHS,), tl.int64)  # awake and drafting, of each class
+    num_awake = tl.full((), 0, tl.int64)
     for first in range(0, num_reqs, BLOCK_REQS):
         i_reqs = first + tl.arange(0, BLOCK_REQS)
-        rows, credits = load_credits(credits_ptr, idx_mapping_ptr, i_reqs, num_reqs)
+        rows, credits = _load_credits(credits_ptr, idx_mapping_ptr, i_reqs, num_reqs)
+        is_class = _classes_of_histories(offers, rows, sizes)[:, None] == classes[None, :]
+
         passes = tl.load(offers.passes + rows, mask=rows >= 0, other=0)
         is_offered = passes > 0
         is_made = steps[None, :] < passes[:, None]
         p_values = values_ptr + i_reqs[:, None] * (sizes.NUM_STEPS + 1) + steps[None, :]
         gain = tl.load(p_values + 1, mask=is_made, other=0) - tl.load(p_values, mask=is_made, other=0)
-        profit = tl.sum(tl.where(is_made, gain - pass_prices[None, :], 0), axis=1)
-        profit = divide(profit * ONE, step_price)
+        profit = tl.sum(tl.where(is_made, gain - shares[None, :], 0), axis=1)
+        profit = _divide(profit * ONE, step_price)
         total += tl.sum(profit, axis=0)
-        credits = tl.minimum(credits + profit, MOST_CREDIT)
-        tl.debug_barrier()  # other threads of this program may still read the same credits
-        tl.store(credits_ptr + rows, tl.where(credits >= 0, credits, ASLEEP), mask=is_offered)
-
-        is_class = classes_of_histories(offers, rows, is_offered, sizes)[:, None] == classes[None, :]
-        is_counted = is_class[:, :, None] & is_made[:, None, :]
+        is_counted = (is_class & is_offered[:, None])[:, :, None] & is_made[:, None, :]
         sums += tl.sum(tl.where(is_counted, gain[:, None, :], 0), axis=0)
         trials += tl.sum(is_counted.to(tl.int64), axis=0)
+
+        settled = tl.minimum(credits + profit, MOST_CREDIT)
+        settled = tl.where(settled >= 0, settled, ASLEEP)
+        tl.debug_barrier()  # other threads of this program may still read the same credits
+        tl.store(credits_ptr + rows, settled, mask=is_offered)
+        credits = tl.where(is_offered, settled, credits)
+        tl.store(report_ptr + NUM_TOTALS + 1 + i_reqs, credits, mask=i_reqs < num_reqs)
+
+        is_awake = credits != ASLEEP
+        num_awake += tl.sum(is_awake.to(tl.int64), axis=0)
+        is_drafting = is_awake & (tl.load(limits.num_sampled_ptr + i_reqs, mask=is_awake, other=0) > 0)
+        is_drafting = is_drafting & (tl.load(limits.max_drafts_ptr + i_reqs, mask=is_awake, other=0) > 0)
+        num_requests += tl.sum((is_class & is_drafting[:, None]).to(tl.int64), axis=0)
     sums, trials = halve(sums, trials, MAX_GAIN_TRIALS)
     tl.store(gains.sums + at, sums, mask=is_gain)
     tl.store(gains.trials + at, trials, mask=is_gain)
-    tl.store(profit_ptr, tl.load(profit_ptr) + total)
+
+    planned = _plan(gains, sums, trials, num_requests, num_awake, prices, sizes)
+    which = tl.arange(0, NUM_TOTALS)
+    new_totals = tl.load(totals_ptr + which) + tl.where(which == 1, total, 0)
+    tl.debug_barrier()  # other threads of this program may still read the same totals
+    tl.store(totals_ptr + which, new_totals)
+    tl.store(report_ptr + which, new_totals)
+    tl.store(report_ptr + NUM_TOTALS, planned)
 
 
 @triton.jit
-def load_credits(credits_ptr, idx_mapping_ptr, i_reqs, num_reqs):
+def _plan(gains, sums, trials, num_requests, num_awake, prices, sizes):
+    """How many passes to make, int64.
+
+    Args:
+        gains: `steps_since_all` is changed in place.
+        sums, trials: of the gains, [BLOCK_LENGTHS, BLOCK_STEPS] int64.
+        num_requests: [BLOCK_LENGTHS] int64, that draft and have not given the model up, of each class.
+        num_awake: int64, that have not given the model up.
+        prices: [BLOCK_STEPS] int64, of each pass for the whole batch.
+        sizes: Sizes.
+    """
+    steps = tl.arange(0, sizes.BLOCK_STEPS)
+    classes = tl.arange(0, num_requests.shape[0])
+    expected = _divide(sums + PRIOR_GAIN * PRIOR_GAIN_TRIALS, trials + PRIOR_GAIN_TRIALS)
+    gain = tl.sum(expected * num_requests[:, None], axis=0) - prices
+    num_requests = tl.where(sizes.NUM_STEPS > 0, num_requests, 0)
+    is_anyone_awake = (num_awake > 0) & (sizes.NUM_STEPS > 0)
+    planned = is_anyone_awake.to(tl.int64)
+    value, best = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    for step in range(sizes.NUM_STEPS):
+        value += tl.sum(tl.where(steps == step, gain, 0), axis=0)
+        is_better = is_anyone_awake & (value > best)
+        planned = tl.where(is_better, step + 1, planned)
+        best = tl.where(is_better, value, best)
+
+    # Passes that seem useless are made once more from time to time.
+    is_present = (classes < NUM_LENGTHS) & (num_requests > 0)
+    since_all = tl.load(gains.steps_since_all + classes, mask=is_present, other=0) + is_present.to(tl.int64)
+    # The less is known of the last pass, the sooner it is made again.
+    last_trials = tl.sum(tl.where(steps[None, :] == sizes.NUM_STEPS - 1, trials, 0), axis=1)
+    is_due = since_all >= tl.minimum(PASS_PERIOD, 2 + 2 * last_trials)
+    planned = tl.where(tl.max((is_present & is_due).to(tl.int32), axis=0) > 0, sizes.NUM_STEPS, planned)
+    since_all = tl.where(planned == sizes.NUM_STEPS, 0, since_all)
+    tl.store(gains.steps_since_all + classes, since_all, mask=is_present)
+    return planned
+
+
+@triton.jit
+def _load_credits(credits_ptr, idx_mapping_ptr, i_reqs, num_reqs):
     """The rows and credits of some requests, int64; a credit of ASLEEP without a request."""
     rows = tl.load(idx_mapping_ptr + i_reqs, mask=i_reqs < num_reqs, other=-1).to(tl.int64)
     return rows, tl.load(credits_ptr + rows, mask=rows >= 0, other=ASLEEP)
 
 
 @triton.jit
-def classes_of_histories(offers, rows, is_request, sizes):
+def _classes_of_histories(offers, rows, sizes):
     """The class of the longest agreement that speaks for a chain from the start of each request: int32."""
     which = tl.arange(0, sizes.BLOCK_CHAINS)
     starts = tl.load(offers.starts + which, mask=which < sizes.NUM_CHAINS, other=-1)
     at = rows[:, None] * sizes.NUM_CHAINS + which[None, :]
-    is_read = is_request[:, None] & (starts == 0)[None, :]
+    is_read = (rows >= 0)[:, None] & (starts == 0)[None, :]
     speaks = tl.load(offers.lengths + at, mask=is_read, other=0) > 0
     return length_class(tl.max(tl.load(offers.agreed + at, mask=speaks, other=0), axis=1))
 
 
 @triton.jit
-def divide(dividends, divisors):
+def _divide(dividends, divisors):
     """Quotients rounded down; the divisors are positive."""
     return tl.where(dividends >= 0, dividends // divisors, -((divisors - 1 - dividends) // divisors))

@@ -64,7 +64,7 @@ class _Report:
 
     indices: np.ndarray  # [B] request states
     generation: np.ndarray  # [B]
-    on_host: torch.Tensor  # see `kernels.plan_passes`
+    on_host: torch.Tensor  # see `kernels.settle_and_plan`
     done: Any  # torch.cuda.Event
     passes: _Passes | None
 
@@ -282,16 +282,16 @@ class AdaptiveFiller(SlotFiller):
     def _settle(self, input_batch: Any, values: torch.Tensor, limits: Limits) -> None:
         """Enter what the passes have earned, and report the step to the host; with a limit of 0 one pass is enough."""
         step, pass_prices = self._prices_on_device[1:2], self._prices_on_device[2:]
-        kernels.settle(
+        report = kernels.settle_and_plan(
             self._state,
             input_batch.idx_mapping,
             values,
+            limits,
             pass_prices,
             step,
-            self._totals[1:],
+            self._totals,
             most_credit=CommonAccount.most_credit,
         )
-        report = kernels.plan_passes(self._state, input_batch.idx_mapping, limits, pass_prices, self._totals)
         self._send(input_batch, report)
 
     def _set_prices(self, prices: Prices) -> None:
