@@ -108,7 +108,7 @@ def _adapt(b: _Batch) -> DraftCall:
         arbiter.offer_chain(state, b.num_model + 1, b.idx_mapping, guess, lengths, b.full(0))
         chosen = arbiter.choose(state, b.num_tokens, b.idx_mapping, b.limits, b.one, *outputs)
         options = {"most_credit": 4 * ONE.value}
-        arbiter.settle_and_plan(state, b.idx_mapping, chosen.values, b.limits, prices, b.one, totals, **options)
+        arbiter.settle_and_plan(state, b.idx_mapping, chosen.values, b.limits, b.one, prices, b.one, totals, **options)
 
     return DraftCall(step)
 

@@ -447,6 +447,42 @@ def test_later_passes_are_left_out_where_history_is_trusted() -> None:
     assert with_history[60:].count(2) <= 3
 
 
+def test_a_later_pass_is_made_again_where_the_text_tells_that_it_would_pay() -> None:
+    """Only the model knows the first token of each step; later its second one too, as in a list that counts."""
+    play = Play([(NGRAM, 0), (NGRAM, 1), (NGRAM, 2)], 4, 2)
+    play.arbiter.set_prices(Prices(0.05, 1.0, 0.1, 0.2))
+    passes = []
+    for truth in [[7, 3, 3, 3, 3]] * 300 + [[7, 8, 3, 3, 3]] * 100:
+        drafts = play.step({0: ([3] * 4, 30), 1: ([3] * 3, 5), 2: ([3] * 2, 5)}, truth[:2]).to_lists()[0]
+        passes.append(play.num_passes)
+        right = max(n for n in range(len(drafts) + 1) if drafts[:n] == truth[:n])
+        play.text += truth[: right + 1]
+    assert passes[250:300].count(1) >= 48
+    assert passes[380:].count(2) >= 18
+
+
+def test_what_a_pass_more_would_have_brought_is_told_by_the_text() -> None:
+    """Where its draft would have stood, and no chain knew the token."""
+    chains = [(NGRAM, 0), (NGRAM, 1), (NGRAM, 2)]
+    for text, known, is_told in (
+        ([7, 8], 3, True),
+        ([7, 8], 8, False),  # the chain behind the first draft said so
+        ([7, 8, 9], 3, False),  # the step came further
+        ([6], 3, False),  # the first draft was wrong
+        ([7], 3, False),  # the step did not come there
+    ):
+        play = Play(chains, 4, 2)
+        play.arbiter.set_prices(Prices(0.05, 1.0, 0.1, 9.0))
+        play.step({0: ([7] * 4, 30), 1: ([known] * 3, 5)}, [7, 8])
+        assert play.num_passes == 1
+        sums = play.arbiter._gains.told_sums.copy()
+        play.text += text
+        play.step({0: ([5] * 4, 30)}, [7, 8])
+        added = play.arbiter._gains.told_sums[:, 1] - sums[:, 1]
+        assert (added.sum() > ONE // 4) == is_told, (text, known)
+        assert np.count_nonzero(play.arbiter._gains.told_trials[:, 1]) == 1
+
+
 def test_a_request_that_sleeps_gets_no_model_drafts_beside_one_that_is_awake() -> None:
     arbiter = Play([], 4, 1).arbiter
     arbiter.set_prices(Prices(0.05, 1.0, 0.1))

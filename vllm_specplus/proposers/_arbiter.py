@@ -53,6 +53,7 @@ PASS_PERIOD = 32  # steps until passes that seem useless are made once more
 NO_CHAIN = -1
 ALL_CHAINS = -1  # a bit for each
 NO_OFFERS = -1
+NO_PASS = -1
 ASLEEP = -1  # the credit of a request that has given the draft model up
 # The fate of a step's drafts.
 NO_DRAFTS, VERIFIED, DROPPED = 0, 1, 2
@@ -130,12 +131,26 @@ class Chosen(NamedTuple):
 class Gains(NamedTuple):
     """What passes have added, by the class of the agreement that spoke for the history.
 
-    sums, trials: [NUM_LENGTHS, S] int64. steps_since_all: [NUM_LENGTHS] int64, since all passes were made.
+    sums, trials: [NUM_LENGTHS, S] int64, of those that were made. told_sums, told_trials: likewise, with what the text
+    has told of those that were not. steps_since_all: [NUM_LENGTHS] int64, since all passes were made.
     """
 
     sums: np.ndarray
     trials: np.ndarray
+    told_sums: np.ndarray
+    told_trials: np.ndarray
     steps_since_all: np.ndarray
+
+
+class Foregone(NamedTuple):
+    """The pass behind the last one of each request's last step, which was not made: what it would have brought.
+
+    gains: [R] int64, where in `Gains` it counts, class * S + pass; NO_PASS: all were made, or none.
+    chances: [R] int64, of its draft, in units of 1 / ONE; 0 where the step never came to it, or the chains knew better.
+    """
+
+    gains: np.ndarray
+    chances: np.ndarray
 
 
 # The classes of agreements: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more.
@@ -407,6 +422,27 @@ def _count(table: Table, record: Record, key: int, row: int, source: int, hit: b
     record.hits[row, which] += hit * ONE
 
 
+@compiled(allocates=False, forceinline=True)
+def _note_foregone(
+    offers: Offers, beliefs: Beliefs, row: int, right: int, num_new: int, token_id: int, foregone: Foregone
+) -> None:
+    """Note what one pass more would have brought, of which `right` drafts were right and `num_new` tokens have come.
+
+    token_id: the one at the place of the draft that was not made, if the step came there.
+    """
+    passes, num_steps = offers.passes[row], offers.model.shape[1]
+    if passes == 0 or passes == num_steps:
+        return
+    foregone.gains[row] = _class_of_history(offers, row) * num_steps + passes
+    foregone.chances[row] = 0
+    if right < passes or num_new != passes + 1:
+        return
+    for c in range(len(offers.starts)):
+        if offers.starts[c] == passes and offers.lengths[row, c] > 0 and offers.chains[row, c, 0] == token_id:
+            return
+    foregone.chances[row] = _chance_of_model(offers, beliefs, row, passes, passes)
+
+
 @compiled(allocates=False)
 def judge(
     token_ids: np.ndarray,
@@ -416,6 +452,7 @@ def judge(
     offers: Offers,
     table: Table,
     record: Record,
+    foregone: Foregone,
 ) -> int:
     """Judge what was offered by the tokens that have come since; see `Arbiter.begin_step`.
 
@@ -427,6 +464,7 @@ def judge(
         offers: of the last step.
         table: takes the new hits and trials.
         record: takes what each source has tried, was expected to hit, and has hit.
+        foregone: gets what is told of each request's next pass.
 
     Returns:
         How many tokens have come.
@@ -434,18 +472,19 @@ def judge(
     total = 0
     for i in range(len(rows)):
         row = rows[i]
+        foregone.gains[row] = NO_PASS
         first = offer_positions[row]
         num_new = num_tokens[i] - first
         if first == NO_OFFERS or num_new <= 0:
             continue
         total += num_new
         passes, right = offers.passes[row], 0
-        while right < min(passes, num_new):
-            hit = offers.model[row, right] == token_ids[i, first + right]
-            _count(table, record, _model_key(offers, row, right, passes), row, MODEL, hit)
-            if not hit:
-                break
+        while right < min(passes, num_new) and offers.model[row, right] == token_ids[i, first + right]:
             right += 1
+        next_token = token_ids[i, first + min(passes, num_new - 1)]
+        _note_foregone(offers, Beliefs(table.chances, record), row, right, num_new, next_token, foregone)
+        for place in range(min(right + 1, passes, num_new)):
+            _count(table, record, _model_key(offers, row, place, passes), row, MODEL, place < right)
         for c in range(len(offers.starts)):
             start = offers.starts[c]
             if start > right or (start > 0 and _repeats(offers, row, c)):
@@ -494,6 +533,12 @@ def _class_of_history(offers: Offers, row: int) -> int:
     return length_class(length)
 
 
+@compiled(allocates=False, forceinline=True)
+def _expected_gain(total: int, trials: int) -> int:
+    """What a pass adds on average, with what is expected of one that nothing is known of."""
+    return (total + PRIOR_GAIN * PRIOR_GAIN_TRIALS) // (trials + PRIOR_GAIN_TRIALS)
+
+
 @compiled()
 def plan_passes(
     rows: np.ndarray, limits: np.ndarray, offers: Offers, credits: np.ndarray, gains: Gains, prices: np.ndarray
@@ -516,8 +561,8 @@ def plan_passes(
         which = _class_of_history(offers, rows[i])
         is_present[which] = True
         for k in range(num_passes):
-            gain_sum = gains.sums[which, k] + PRIOR_GAIN * PRIOR_GAIN_TRIALS
-            totals[k] += gain_sum // (gains.trials[which, k] + PRIOR_GAIN_TRIALS)
+            made = _expected_gain(gains.sums[which, k], gains.trials[which, k])
+            totals[k] += max(made, _expected_gain(gains.told_sums[which, k], gains.told_trials[which, k]))
     if num_passes == 0 or not is_anyone_awake:
         return 0
     planned, best, value = 1, 0, 0
@@ -547,11 +592,15 @@ def settle(
     prices: np.ndarray,
     step_price: int,
     most_credit: int,
+    foregone: Foregone,
+    slot_price: int,
 ) -> int:
     """Enter what the passes of a step have added and cost; see `Arbiter.choose`.
 
+    A pass that the step before has gone without counts too. Its draft would have stood before what is drafted now.
+
     Args:
-        rows: [B] int64; a request to which the model has offered nothing is left out.
+        rows: [B] int64; a request to which the model has offered nothing has made no passes.
         offers: of this step.
         values: [B, S + 1] int64, of `choose`.
         credits: [R] int64 in the time of a step, changed in place.
@@ -559,6 +608,8 @@ def settle(
         prices: [S] int64, of each pass for the whole batch.
         step_price: what a request gets in a step's time.
         most_credit: the largest credit of a request.
+        foregone: of `judge` in this step.
+        slot_price: of a draft.
 
     Returns:
         The profit of all requests together, in the time of a step.
@@ -577,16 +628,27 @@ def settle(
             profit += gain - prices[k] // num_offered
             gains.sums[which, k] += gain
             gains.trials[which, k] += 1
+            gains.told_sums[which, k] += gain
+            gains.told_trials[which, k] += 1
         profit = profit * ONE // step_price
         total += profit
         credit = min(credits[row] + profit, most_credit)
         credits[row] = credit if credit >= 0 else ASLEEP
+    for i in range(len(rows)):
+        at = foregone.gains[rows[i]]
+        if at != NO_PASS:
+            gain = foregone.chances[rows[i]] * max(ONE - slot_price + values[i, 0], 0) >> SHIFT
+            gains.told_sums[at // len(prices), at % len(prices)] += gain
+            gains.told_trials[at // len(prices), at % len(prices)] += 1
     # After the whole batch, so that the order of its requests does not matter.
     for which in range(NUM_LENGTHS):
         for k in range(len(prices)):
             while gains.trials[which, k] >= MAX_GAIN_TRIALS:
                 gains.sums[which, k] >>= 1
                 gains.trials[which, k] >>= 1
+            while gains.told_trials[which, k] >= MAX_GAIN_TRIALS:
+                gains.told_sums[which, k] >>= 1
+                gains.told_trials[which, k] >>= 1
     return total
 
 
@@ -600,6 +662,7 @@ def to_addresses(
     table: Table,
     record: Record,
     gains: Gains,
+    foregone: Foregone,
     prices: np.ndarray,
 ) -> np.ndarray:
     """The state of an arbiter as the functions below take it: [n] int64, where its arrays lie, and their sizes.
@@ -607,10 +670,11 @@ def to_addresses(
     Args:
         offer_positions: [R] int64, where in its text each request's offers begin.
         credits: [R] int64.
-        offers, table, record, gains: as their classes say. All arrays are C-contiguous, and live as long as the result.
+        offers, table, record, gains, foregone: as their classes say. All arrays are C-contiguous, and live as long as
+            the result.
         prices: [S] int64, of each pass.
     """
-    arrays = offer_positions, credits, *offers[:-1], *table, *record, *gains, prices
+    arrays = offer_positions, credits, *offers[:-1], *table, *record, *gains, *foregone, prices
     (num_rows, num_passes), (num_chains, num_slots) = offers.model.shape, offers.chains.shape[1:]
     sizes = num_rows, num_passes, num_chains, num_slots, offers.is_blind
     return np.array([*(array.ctypes.data for array in arrays), *sizes], np.int64)
@@ -620,7 +684,8 @@ _OFFER_POSITIONS, _CREDITS, _OFFERS = 0, 1, 2
 _TABLE = _OFFERS + len(Offers._fields) - 1
 _RECORD = _TABLE + len(Table._fields)
 _GAINS = _RECORD + len(Record._fields)
-_PRICES = _GAINS + len(Gains._fields)
+_FOREGONE = _GAINS + len(Gains._fields)
+_PRICES = _FOREGONE + len(Foregone._fields)
 _SIZES = _PRICES + 1
 
 
@@ -673,8 +738,15 @@ def _gains_in(state: np.ndarray) -> Gains:
     return Gains(
         nb.carray(to_pointer(state[_GAINS]), shape, np.int64),
         nb.carray(to_pointer(state[_GAINS + 1]), shape, np.int64),
-        nb.carray(to_pointer(state[_GAINS + 2]), NUM_LENGTHS, np.int64),
+        nb.carray(to_pointer(state[_GAINS + 2]), shape, np.int64),
+        nb.carray(to_pointer(state[_GAINS + 3]), shape, np.int64),
+        nb.carray(to_pointer(state[_GAINS + 4]), NUM_LENGTHS, np.int64),
     )
+
+
+@compiled(forceinline=True)
+def _foregone_in(state: np.ndarray) -> Foregone:
+    return Foregone(_per_request(state, _FOREGONE), _per_request(state, _FOREGONE + 1))
 
 
 @compiled(forceinline=True)
@@ -691,7 +763,8 @@ def begin_step(state: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray,
     """
     offers, table = _offers_in(state), _table_in(state)
     positions = _per_request(state, _OFFER_POSITIONS)
-    num_new = judge(token_ids, num_tokens, rows, positions, offers, table, _record_in(state))
+    record, foregone = _record_in(state), _foregone_in(state)
+    num_new = judge(token_ids, num_tokens, rows, positions, offers, table, record, foregone)
     update_chances(table)
     credits, is_anyone_awake = _per_request(state, _CREDITS), False
     for i in range(len(rows)):
@@ -771,4 +844,6 @@ def choose_and_settle(
     if offers.model.shape[1] == 0:
         return 0, fate
     credits, gains, prices = _per_request(state, _CREDITS), _gains_in(state), _prices_in(state)
-    return settle(rows, offers, values, credits, gains, prices, step_price, most_credit), fate
+    foregone = _foregone_in(state)
+    profit = settle(rows, offers, values, credits, gains, prices, step_price, most_credit, foregone, slot_price)
+    return profit, fate

@@ -37,8 +37,11 @@ expected and had come, and two misses.
 
 Passes of the draft model are bought in the same way. What the k-th pass adds to the best chain's value is averaged, by
 the agreement that speaks for the history. Where it adds less than it costs, it is left out, but for a step now and
-then. That step comes the sooner the less is known of the pass. The first pass also fills the draft model's cache, so a
-request needs it in every step, or never again. A request keeps an account of what the model has earned it. Once that
+then. That step comes the sooner the less is known of the pass. In between the text tells of the first pass left out. It
+would have added something where all drafts of the passes before were right and no chain knew the next token: by its
+chance a token, and what is drafted behind it now. That says nothing of slots which its draft would have saved. So it
+counts where it is more than what the pass added when it was made. The first pass also fills the draft model's cache, so
+a request needs it in every step, or never again. A request keeps an account of what the model has earned it. Once that
 is spent, the request gives up the model for good. A common account over all requests says whether new ones begin with
 the model. It earns a small share of all tokens, and with that the model is tried again from time to time.
 
@@ -256,9 +259,12 @@ class Arbiter:
         self._offer_positions = np.full(max_num_reqs, _arbiter.NO_OFFERS, np.int64)
         self._state_rows = StateRows(max_num_reqs)
 
-        by_length = (_arbiter.NUM_LENGTHS, num_model_steps)
+        sums, gain_trials, told_sums, told_trials = np.zeros((4, _arbiter.NUM_LENGTHS, num_model_steps), np.int64)
         self._gains = _arbiter.Gains(
-            np.zeros(by_length, np.int64), np.zeros(by_length, np.int64), np.zeros(_arbiter.NUM_LENGTHS, np.int64)
+            sums, gain_trials, told_sums, told_trials, np.zeros(_arbiter.NUM_LENGTHS, np.int64)
+        )
+        self._foregone = _arbiter.Foregone(
+            np.full(max_num_reqs, _arbiter.NO_PASS, np.int64), np.zeros(max_num_reqs, np.int64)
         )
         self._credits = np.zeros(max_num_reqs, np.int64)
         self._pass_prices = np.zeros(num_model_steps, np.int64)
@@ -269,6 +275,7 @@ class Arbiter:
             self.table,
             self._record,
             self._gains,
+            self._foregone,
             self._pass_prices,
         )
         self._account = CommonAccount()

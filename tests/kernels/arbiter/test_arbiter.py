@@ -94,13 +94,16 @@ class Pair:
         )
         by_length = (spec.NUM_LENGTHS, num_steps)
         counts = [0, 5, spec.MAX_GAIN_TRIALS - 1, 9 * spec.MAX_GAIN_TRIALS]
-        trials = self.random.choice(counts[2:3] if is_full else counts, by_length)
-        sums = trials * self.integers(-ONE // 4, ONE, by_length)
-        self.gains = spec.Gains(sums, trials, self.integers(0, spec.PASS_PERIOD, spec.NUM_LENGTHS))
+        sums_and_trials = []
+        for _ in range(2):
+            trials = self.random.choice(counts[2:3] if is_full else counts, by_length)
+            sums_and_trials += [trials * self.integers(-ONE // 4, ONE, by_length), trials]
+        self.gains = spec.Gains(*sums_and_trials, self.integers(0, spec.PASS_PERIOD, spec.NUM_LENGTHS))
         counts = [0, ONE, 2 * spec.MAX_EXPECTED - ONE, 9 * spec.MAX_EXPECTED]
         trials = self.random.choice(counts, (NUM_ROWS, spec.NUM_RECORDS))
         expected, hits = (trials * self.integers(0, 9, trials.shape) // 8 for _ in range(2))
         self.record = spec.Record(trials, expected, hits)
+        self.foregone = spec.Foregone(np.full(NUM_ROWS, spec.NO_PASS), np.zeros(NUM_ROWS, np.int64))
         self.offer_positions = np.full(NUM_ROWS, spec.NO_OFFERS)
         self.credits = self.random.choice([spec.ASLEEP, 0, ONE, MOST_CREDIT, MOST_CREDIT], NUM_ROWS)
         self.token_ids = self.integers(0, self.vocab_size, (NUM_ROWS, MAX_LEN), np.int32)
@@ -115,6 +118,7 @@ class Pair:
         state = self.kernels
         pairs = [*zip(state.offers, self.offers[:-1], strict=True), *zip(state.table, self.table, strict=True)]
         pairs += [*zip(state.gains, self.gains, strict=True), *zip(state.record, self.record, strict=True)]
+        pairs += zip(state.foregone, self.foregone, strict=True)
         for tensor, array in [*pairs, (state.offer_positions, self.offer_positions), (state.credits, self.credits)]:
             tensor.copy_(torch.from_numpy(array))
 
@@ -124,7 +128,9 @@ class Pair:
         pairs = [(name, getattr(state.offers, name), array) for name, array in named]
         pairs += [(name, getattr(state.table, name), array) for name, array in self.table._asdict().items()]
         pairs += [(name, getattr(state.record, name), array) for name, array in self.record._asdict().items()]
-        pairs += [(f"gains.{name}", getattr(state.gains, name), array) for name, array in self.gains._asdict().items()]
+        for group in ("gains", "foregone"):
+            arrays = getattr(self, group)._asdict().items()
+            pairs += [(f"{group}.{name}", getattr(getattr(state, group), name), array) for name, array in arrays]
         pairs += [(name, getattr(state, name), getattr(self, name)) for name in ("offer_positions", "credits")]
         for name, tensor, array in pairs:
             np.testing.assert_array_equal(tensor.numpy(), array, name)
@@ -149,6 +155,11 @@ class Pair:
                 start = self.offers.starts[c] if self.random.random() < 0.8 else 0
                 said = np.concatenate([self.offers.model[row, :start], self.offers.chains[row, c]])[: len(new)]
                 new[: len(said)] = said
+            # Where the model was right, the step often ends with the token behind its drafts.
+            passes = self.offers.passes[row]
+            if self.random.random() < 0.3:
+                new = new[: passes + 1]
+                new[:passes] = self.offers.model[row, : min(passes, len(new))]
             end = min(self.num_tokens[row] + len(new), MAX_LEN)
             self.token_ids[row, self.num_tokens[row] : end] = new[: end - self.num_tokens[row]]
             self.num_tokens[row] = end
@@ -180,7 +191,7 @@ class Pair:
         num_new = torch.tensor([1000])
         num_tokens = self.num_tokens[rows]
         prices = np.zeros(self.num_steps, np.int64)
-        groups = self.offers, self.table, self.record, self.gains
+        groups = self.offers, self.table, self.record, self.gains, self.foregone
         state = spec.to_addresses(self.offer_positions, self.credits, *groups, prices)
         total, is_anyone_awake = spec.begin_step(state, self.token_ids[rows], num_tokens, rows)
         assert is_anyone_awake == np.any(self.credits[rows] != spec.ASLEEP)
@@ -251,18 +262,17 @@ class Pair:
             assert self.offers.is_blind or value == values[self.offers.passes[row]]
             assert np.all(chances[drafts < 0] == 0)
 
-    def settle(self, batch, values, values_given, limits, pass_prices, step_price):
+    def settle(self, batch, values, values_given, limits, prices):
         rows, is_request, idx_mapping = batch
-        total = 0
+        slot_price, pass_prices, step_price = prices
+        total, groups = 0, (self.offers, values, self.credits, self.gains)
         if self.num_steps:
-            total = spec.settle(
-                rows, self.offers, values, self.credits, self.gains, pass_prices, step_price, MOST_CREDIT
-            )
+            total = spec.settle(rows, *groups, pass_prices, step_price, MOST_CREDIT, self.foregone, slot_price)
         planned = spec.plan_passes(rows, limits[is_request], self.offers, self.credits, self.gains, pass_prices)
         totals = torch.tensor([11, 1000])
-        prices = torch.from_numpy(pass_prices), torch.tensor([step_price])
+        given = torch.tensor([slot_price]), torch.from_numpy(pass_prices), torch.tensor([step_price])
         report = settle_and_plan(
-            self.kernels, idx_mapping, values_given, limits_of(limits), *prices, totals, most_credit=MOST_CREDIT
+            self.kernels, idx_mapping, values_given, limits_of(limits), *given, totals, most_credit=MOST_CREDIT
         )
         assert totals.tolist() == [11, 1000 + total]
         assert report[:3].tolist() == [11, 1000 + total, planned]
@@ -349,8 +359,9 @@ def test_equals_the_specification(case):
             pair.draw_offers(batch[0])
             pair.share()
             *values, limits = pair.choose(batch, slot_price)
-            pair.settle(batch, *values, limits, pass_prices, max(step_price, 1))
-            pair.settle(batch, *values, np.zeros_like(limits), pass_prices, max(step_price, 1))
+            prices = slot_price, pass_prices, max(step_price, 1)
+            pair.settle(batch, *values, limits, prices)
+            pair.settle(batch, *values, np.zeros_like(limits), prices)
 
 
 def test_constants_are_those_of_the_specification():
@@ -375,7 +386,7 @@ def test_a_new_state_is_that_of_a_new_arbiter():
         is_blind=True,
     )
     groups = [(made.offers, pair._offers[:-1]), (made.table, pair.table), (made.gains, pair._gains)]
-    groups.append((made.record, pair._record))
+    groups += [(made.record, pair._record), (made.foregone, pair._foregone)]
     groups.append(((made.offer_positions, made.credits), (pair._offer_positions, pair._credits)))
     for tensors, arrays in groups:
         for tensor, array in zip(tensors, arrays, strict=True):
@@ -421,6 +432,7 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
         | limits
         | {
             "values": torch.zeros(num_reqs, num_steps + 1, dtype=torch.int64),
+            "slot_price": one,
             "pass_prices": torch.zeros(num_steps, dtype=torch.int64),
             "step_price": one,
             "totals": torch.zeros(2, dtype=torch.int64),
@@ -449,6 +461,7 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
         (choose, {"drafts": torch.zeros(2, 5, dtype=torch.int64)}, "drafts has 5 columns, .* made for 4"),
         (settle_and_plan, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
         (settle_and_plan, {"values": torch.zeros(2, 2, dtype=torch.int64)}, r"values must .* \(2, 3\)"),
+        (settle_and_plan, {"slot_price": torch.zeros(2)}, "slot_price must"),
         (settle_and_plan, {"pass_prices": torch.zeros(3, dtype=torch.int64)}, "pass_prices must"),
         (settle_and_plan, {"step_price": torch.zeros(2, dtype=torch.int64)}, "step_price must"),
         (settle_and_plan, {"limits": limits_of([1])}, "max_drafts must"),

@@ -72,7 +72,8 @@ class Pair:
         self.credits[[self.rows[i] for i in asleep]] = spec.ASLEEP
         self.kernels.credits.copy_(torch.from_numpy(self.credits))
         unused = np.zeros(0, np.int64)
-        groups = (spec.Table(*[unused] * 6), spec.Record(*[unused] * 3), spec.Gains(*[unused] * 3))
+        groups = (spec.Table(*[unused] * 6), spec.Record(*[unused] * 3), spec.Gains(*[unused] * 5))
+        groups += (spec.Foregone(unused, unused),)
         self.state = spec.to_addresses(unused, self.credits, self.offers, *groups, unused)
 
     def assert_same(self):
@@ -358,7 +359,7 @@ class Steps:
         noted = torch.zeros(3, self.NUM_ROWS, dtype=torch.int32)
         by_state = DraftCounts(*noted[:2]), noted[2]
         chosen = choose(self.state, num_tokens, idx_mapping, given, slot_price, drafts, *by_state)
-        prices = torch.from_numpy(self.arbiter._scaled.passes), torch.tensor([self.arbiter._scaled.step])
+        prices = slot_price, torch.from_numpy(self.arbiter._scaled.passes), torch.tensor([self.arbiter._scaled.step])
         totals, most_credit = torch.zeros(2, dtype=torch.int64), CommonAccount.most_credit
         settle_and_plan(self.state, idx_mapping, chosen.values, given, *prices, totals, most_credit=most_credit)
         return drafts, chosen, noted[2]

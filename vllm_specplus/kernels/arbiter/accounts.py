@@ -10,11 +10,13 @@ from vllm_specplus.kernels.arbiter.keys import halve, length_class
 from vllm_specplus.kernels.arbiter.state import (
     ASLEEP,
     MAX_GAIN_TRIALS,
+    NO_PASS,
     NUM_LENGTHS,
     ONE,
     PASS_PERIOD,
     PRIOR_GAIN,
     PRIOR_GAIN_TRIALS,
+    SHIFT,
     State,
     sizes_of,
 )
@@ -32,6 +34,7 @@ def settle_and_plan(
     idx_mapping: torch.Tensor,
     values: torch.Tensor,
     limits: Limits,
+    slot_price: torch.Tensor,
     pass_prices: torch.Tensor,
     step_price: torch.Tensor,
     totals: torch.Tensor,
@@ -46,6 +49,7 @@ def settle_and_plan(
             offered nothing has nothing to enter.
         values: [B, S + 1] int64, of `choose`.
         limits: of each request's drafts; one that may not draft needs the first pass, and no other.
+        slot_price: [1] int64, of a draft.
         pass_prices: [S] int64, >= 0, of each pass for the whole batch.
         step_price: [1] int64, > 0, what a request gets in a step's time.
         totals: [2] int64, what the host has to know: the tokens that have come, and the profit of all passes in the
@@ -63,6 +67,7 @@ def settle_and_plan(
     if values.shape != (num_reqs, num_steps + 1) or values.dtype != torch.int64 or not values.is_contiguous():
         raise ValueError(f"values must be contiguous int64 of {(num_reqs, num_steps + 1)}, got {describe(values)}")
     check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
+    check_vector("slot_price", slot_price, 1, torch.int64)
     check_vector("pass_prices", pass_prices, num_steps, torch.int64)
     check_vector("step_price", step_price, 1, torch.int64)
     check_vector("totals", totals, NUM_TOTALS, torch.int64)
@@ -71,9 +76,11 @@ def settle_and_plan(
         state.offers,
         state.credits,
         state.gains,
+        state.foregone,
         idx_mapping,
         values,
         limits,
+        slot_price,
         pass_prices,
         step_price,
         totals,
@@ -93,9 +100,11 @@ def _settle_kernel(
     offers,  # Offers
     credits_ptr,  # changed in place
     gains,  # Gains, changed in place
+    foregone,  # Foregone
     idx_mapping_ptr,
     values_ptr,
     limits,  # Limits
+    slot_price_ptr,
     pass_prices_ptr,
     step_price_ptr,
     totals_ptr,  # changed in place
@@ -117,11 +126,13 @@ def _settle_kernel(
     classes = tl.arange(0, BLOCK_LENGTHS)
     prices = tl.load(pass_prices_ptr + steps, mask=steps < sizes.NUM_STEPS, other=0)
     shares = prices // tl.maximum(num_offered, 1)
-    step_price = tl.load(step_price_ptr)
+    slot_price, step_price = tl.load(slot_price_ptr), tl.load(step_price_ptr)
     at = classes[:, None] * sizes.NUM_STEPS + steps[None, :]
     is_gain = (classes < NUM_LENGTHS)[:, None] & (steps < sizes.NUM_STEPS)[None, :]
     sums = tl.load(gains.sums + at, mask=is_gain, other=0)
     trials = tl.load(gains.trials + at, mask=is_gain, other=0)
+    told_sums = tl.load(gains.told_sums + at, mask=is_gain, other=0)
+    told_trials = tl.load(gains.told_trials + at, mask=is_gain, other=0)
     total = tl.full((), 0, tl.int64)
     num_requests = tl.zeros((BLOCK_LENGTHS,), tl.int64)  # awake and drafting, of each class
     num_awake = tl.full((), 0, tl.int64)
@@ -139,8 +150,23 @@ def _settle_kernel(
         profit = _divide(profit * ONE, step_price)
         total += tl.sum(profit, axis=0)
         is_counted = (is_class & is_offered[:, None])[:, :, None] & is_made[:, None, :]
-        sums += tl.sum(tl.where(is_counted, gain[:, None, :], 0), axis=0)
-        trials += tl.sum(is_counted.to(tl.int64), axis=0)
+        added, number = (
+            tl.sum(tl.where(is_counted, gain[:, None, :], 0), axis=0),
+            tl.sum(is_counted.to(tl.int64), axis=0),
+        )
+        sums, trials = sums + added, trials + number
+        told_sums, told_trials = told_sums + added, told_trials + number
+
+        # A pass that the step before has gone without: its draft would have stood before what is drafted now.
+        missed = tl.load(foregone.gains + rows, mask=rows >= 0, other=NO_PASS)
+        chance = tl.load(foregone.chances + rows, mask=missed != NO_PASS, other=0)
+        value = tl.load(values_ptr + i_reqs * (sizes.NUM_STEPS + 1), mask=missed != NO_PASS, other=0)
+        gain = chance * tl.maximum(ONE - slot_price + value, 0) >> SHIFT
+        is_counted = (
+            (missed != NO_PASS)[:, None, None] & (missed[:, None, None] == at[None, :, :]) & is_gain[None, :, :]
+        )
+        told_sums += tl.sum(tl.where(is_counted, gain[:, None, None], 0), axis=0)
+        told_trials += tl.sum(is_counted.to(tl.int64), axis=0)
 
         settled = tl.minimum(credits + profit, MOST_CREDIT)
         settled = tl.where(settled >= 0, settled, ASLEEP)
@@ -157,8 +183,12 @@ def _settle_kernel(
     sums, trials = halve(sums, trials, MAX_GAIN_TRIALS)
     tl.store(gains.sums + at, sums, mask=is_gain)
     tl.store(gains.trials + at, trials, mask=is_gain)
+    told_sums, told_trials = halve(told_sums, told_trials, MAX_GAIN_TRIALS)
+    tl.store(gains.told_sums + at, told_sums, mask=is_gain)
+    tl.store(gains.told_trials + at, told_trials, mask=is_gain)
 
-    planned = _plan(gains, sums, trials, num_requests, num_awake, prices, sizes)
+    expected = tl.maximum(_expected_gains(sums, trials), _expected_gains(told_sums, told_trials))
+    planned = _plan(gains, expected, trials, num_requests, num_awake, prices, sizes)
     which = tl.arange(0, NUM_TOTALS)
     new_totals = tl.load(totals_ptr + which) + tl.where(which == 1, total, 0)
     tl.debug_barrier()  # other threads of this program may still read the same totals
@@ -168,12 +198,19 @@ def _settle_kernel(
 
 
 @triton.jit
-def _plan(gains, sums, trials, num_requests, num_awake, prices, sizes):
+def _expected_gains(sums, trials):
+    """What each pass adds on average, with what is expected of one that nothing is known of."""
+    return _divide(sums + PRIOR_GAIN * PRIOR_GAIN_TRIALS, trials + PRIOR_GAIN_TRIALS)
+
+
+@triton.jit
+def _plan(gains, expected, trials, num_requests, num_awake, prices, sizes):
     """How many passes to make, int64.
 
     Args:
         gains: `steps_since_all` is changed in place.
-        sums, trials: of the gains, [BLOCK_LENGTHS, BLOCK_STEPS] int64.
+        expected: [BLOCK_LENGTHS, BLOCK_STEPS] int64, what each pass adds, by class.
+        trials: [BLOCK_LENGTHS, BLOCK_STEPS] int64, of the gains.
         num_requests: [BLOCK_LENGTHS] int64, that draft and have not given the model up, of each class.
         num_awake: int64, that have not given the model up.
         prices: [BLOCK_STEPS] int64, of each pass for the whole batch.
@@ -181,7 +218,6 @@ def _plan(gains, sums, trials, num_requests, num_awake, prices, sizes):
     """
     steps = tl.arange(0, sizes.BLOCK_STEPS)
     classes = tl.arange(0, num_requests.shape[0])
-    expected = _divide(sums + PRIOR_GAIN * PRIOR_GAIN_TRIALS, trials + PRIOR_GAIN_TRIALS)
     gain = tl.sum(expected * num_requests[:, None], axis=0) - prices
     num_requests = tl.where(sizes.NUM_STEPS > 0, num_requests, 0)
     is_anyone_awake = (num_awake > 0) & (sizes.NUM_STEPS > 0)

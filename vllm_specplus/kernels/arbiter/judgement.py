@@ -10,18 +10,22 @@ import triton.language as tl
 
 from vllm_specplus import sources
 from vllm_specplus.kernels.arbiter.keys import (
+    class_of_history,
     copied_keys,
+    factors,
     first_keys,
     halve,
     load_chains,
     model_keys,
     records_of,
+    scaled,
 )
 from vllm_specplus.kernels.arbiter.state import (
     MAX_EXPECTED,
     MAX_MISSES,
     MAX_TRIALS,
     NO_OFFERS,
+    NO_PASS,
     NUM_KEYS,
     NUM_RECORDS,
     ONE,
@@ -74,6 +78,7 @@ def judge_and_update(
             state.offers,
             state.table,
             state.record,
+            state.foregone,
             state.offer_positions,
             num_new,
             sizes_of(state),
@@ -88,6 +93,7 @@ def _judge_kernel(
     offers,  # Offers, changed in place
     table,  # Table, changed in place
     record,  # Record, changed in place
+    foregone,  # Foregone, changed in place
     positions_ptr,
     num_new_ptr,  # changed in place
     sizes,  # Sizes
@@ -121,6 +127,12 @@ def _judge_kernel(
     p_chains = offers.chains + (row * sizes.NUM_CHAINS + which) * sizes.WIDTH
     is_token = slots < chains.lengths[:, None]
     tokens = tl.load(p_chains[:, None] + slots, mask=is_token, other=-1)
+    is_out = (passes > 0) & (passes < sizes.NUM_STEPS) & (num_new > 0)
+    is_missed = is_out & (right == passes) & (num_new == passes + 1)
+    next_token = tl.load(p_new + passes, mask=is_missed, other=0)
+    is_known = is_token & (slots == 0) & (chains.starts == passes)[:, None] & (tokens == next_token)
+    is_missed = is_missed & (tl.max(is_known.to(tl.int32)) == 0)
+    _note_foregone(foregone, table, record, row, chains, passes, is_out, is_missed, sizes)
     is_reached = (chains.starts <= right) & (_repeats(offers, row, chains, passes, tokens, sizes) == 0)
     at = chains.starts[:, None] + slots
     is_judged = is_token & is_reached[:, None] & (at < num_new)
@@ -140,6 +152,19 @@ def _judge_kernel(
     tl.debug_barrier()  # other threads of this program may still read what is now taken away
     tl.store(offers.lengths + row * sizes.NUM_CHAINS + which, tl.zeros_like(which), mask=which < sizes.NUM_CHAINS)
     tl.store(offers.passes + row, 0)
+
+
+@triton.jit
+def _note_foregone(foregone, table, record, row, chains, passes, is_out, is_missed, sizes):
+    """Note what one pass more would have brought.
+
+    is_out: whether there is such a pass. is_missed: whether the step came to its draft, and no chain knew the token.
+    """
+    tl.store(foregone.gains + row, tl.where(is_out, class_of_history(chains) * sizes.NUM_STEPS + passes, NO_PASS))
+    key = tl.sum(tl.where(tl.arange(0, sizes.BLOCK_STEPS) == passes, model_keys(chains, sizes), 0), axis=0)
+    chance = tl.load(table.chances + key, mask=is_missed, other=0)
+    chance = scaled(chance, factors(record, row, records_of(key, _MODEL)))
+    tl.store(foregone.chances + row, tl.where(is_missed, chance, 0), mask=is_out)
 
 
 @triton.jit

@@ -72,6 +72,13 @@ def load_chains(offers, row, passes, sizes):
 
 
 @triton.jit
+def class_of_history(chains):
+    """The class of the longest agreement that speaks for a chain from the start, int32; 0 where there is none."""
+    speaks = (chains.starts == 0) & (chains.lengths > 0)
+    return length_class(tl.max(tl.where(speaks, chains.agreed, 0), axis=0))
+
+
+@triton.jit
 def model_keys(chains, sizes):
     """The key of the model's draft at each place: [BLOCK_STEPS] int32."""
     places = tl.arange(0, sizes.BLOCK_STEPS)

@@ -40,6 +40,7 @@ PRIOR_GAIN = tl.constexpr(ONE.value * 3 // 10)
 PRIOR_GAIN_TRIALS = tl.constexpr(2)
 PASS_PERIOD = tl.constexpr(32)
 NO_OFFERS = tl.constexpr(-1)
+NO_PASS = tl.constexpr(-1)
 ASLEEP = tl.constexpr(-1)
 
 
@@ -79,7 +80,16 @@ class Gains(NamedTuple):
 
     sums: torch.Tensor  # [NUM_LENGTHS, S] int64
     trials: torch.Tensor  # [NUM_LENGTHS, S] int64
+    told_sums: torch.Tensor  # [NUM_LENGTHS, S] int64
+    told_trials: torch.Tensor  # [NUM_LENGTHS, S] int64
     steps_since_all: torch.Tensor  # [NUM_LENGTHS] int64
+
+
+class Foregone(NamedTuple):
+    """The pass behind the last one of each request's last step, as in the specification: [R] int64 each."""
+
+    gains: torch.Tensor
+    chances: torch.Tensor
 
 
 class State(NamedTuple):
@@ -94,6 +104,7 @@ class State(NamedTuple):
     table: Table
     record: Record
     gains: Gains
+    foregone: Foregone
     offer_positions: torch.Tensor
     credits: torch.Tensor
     is_blind: bool
@@ -155,10 +166,11 @@ def make_state(
     trials = torch.full_like(prior, PRIOR_TRIALS.value)
     table = Table(new_hits, new_trials, prior * trials // ONE.value, trials, misses, prior.clone())
     record = Record(*zeros(3, max_num_reqs, NUM_RECORDS.value))
-    by_length = (NUM_LENGTHS.value, num_model_steps)
-    gains = Gains(zeros(*by_length), zeros(*by_length), zeros(NUM_LENGTHS.value))
+    sums, trials, told_sums, told_trials = zeros(4, NUM_LENGTHS.value, num_model_steps)
+    gains = Gains(sums, trials, told_sums, told_trials, zeros(NUM_LENGTHS.value))
+    foregone = Foregone(zeros(max_num_reqs) + NO_PASS.value, zeros(max_num_reqs))
     offer_positions = zeros(max_num_reqs) + NO_OFFERS.value
-    return State(offers, table, record, gains, offer_positions, zeros(max_num_reqs), is_blind)
+    return State(offers, table, record, gains, foregone, offer_positions, zeros(max_num_reqs), is_blind)
 
 
 def sizes_of(state: State) -> Sizes:

@@ -281,13 +281,14 @@ class AdaptiveFiller(SlotFiller):
 
     def _settle(self, input_batch: Any, values: torch.Tensor, limits: Limits) -> None:
         """Enter what the passes have earned, and report the step to the host; with a limit of 0 one pass is enough."""
-        step, pass_prices = self._prices_on_device[1:2], self._prices_on_device[2:]
+        slot, step, passes = self._prices_on_device[:1], self._prices_on_device[1:2], self._prices_on_device[2:]
         report = kernels.settle_and_plan(
             self._state,
             input_batch.idx_mapping,
             values,
             limits,
-            pass_prices,
+            slot,
+            passes,
             step,
             self._totals,
             most_credit=CommonAccount.most_credit,
