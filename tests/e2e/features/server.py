@@ -54,11 +54,15 @@ class Server:
         (stats,) = await self.engine.collective_rpc("specplus_stats")
         return stats
 
+    async def accepted(self) -> int:
+        """The drafts that have been accepted so far; 0 where the plugin does not draft."""
+        return filled(await self.stats(), "accepted") if self.has_drafter else 0
+
 
 Feature = Callable[[Server], Awaitable[Any]]
 FEATURES: dict[str, Feature] = {}
-# They bring no tokens, or those of a grammar, for which vLLM may take all drafts away.
-WITHOUT_DRAFTS = {"tool calls", "`/tokenize`"}
+# They bring no tokens.
+WITHOUT_DRAFTS = {"`/tokenize`"}
 
 
 feature = partial(registered, FEATURES)
@@ -82,7 +86,7 @@ TOOL: Any = {
 
 @feature("tool calls")
 async def tool_calls(s: Server) -> Any:
-    """A function that is named, as a whole and as a stream, and one that the model has to choose."""
+    """A function that is named, as a whole and as a stream, one that the model has to choose, and one that it may."""
     request = GREEDY | {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 100}
     named: Any = {"type": "function", "function": {"name": "ping"}}
     answer = await s.client.chat.completions.create(**request, tool_choice=named)
@@ -94,7 +98,12 @@ async def tool_calls(s: Server) -> Any:
     chosen = (await s.client.chat.completions.create(**request, tool_choice="required")).choices[0].message
     # A model may call as often as its tokens allow, so the last call may be cut.
     calls = [(c.function.name, c.function.arguments) for c in chosen.tool_calls or ()]
-    return call.function.name, loads(call.function.arguments), loads(streamed), calls, chosen.content
+    before = await s.accepted()
+    free = (await s.client.chat.completions.create(**request, tool_choice="auto")).choices[0].message
+    # The model does not know how to call. Outside a call no grammar takes drafts away.
+    assert not free.tool_calls
+    assert not s.has_drafter or await s.accepted() > before
+    return call.function.name, loads(call.function.arguments), loads(streamed), calls, chosen.content, free.content
 
 
 @feature("`/tokenize`")
