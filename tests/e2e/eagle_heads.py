@@ -17,7 +17,7 @@ AUX_LAYERS = [0, 1]
 def make_eagle_head(folder: Path, method: str, seed: int = 0) -> Path:
     """Write a head of one random layer for `eagle` or `eagle3`.
 
-    That for `eagle` passes on the embedding of the newest token, so the target accepts some of its drafts.
+    It passes on the embedding of the newest token, so the target accepts some of its drafts.
     """
     g = torch.Generator().manual_seed(seed)
     is_eagle3 = method == "eagle3"
@@ -26,18 +26,24 @@ def make_eagle_head(folder: Path, method: str, seed: int = 0) -> Path:
     def linear(rows: int, columns: int, gain: float = 0.3) -> torch.Tensor:
         return torch.randn(rows, columns, generator=g) * gain * columns**-0.5
 
-    projected = 2 * WIDTH if is_eagle3 else WIDTH
-    weights = {f"{layer}.self_attn.{name}_proj.weight": linear(WIDTH, projected) for name in "qkv"}
-    weights |= {f"{layer}.self_attn.o_proj.weight": linear(WIDTH, WIDTH)}
+    def passing_on() -> torch.Tensor:
+        return torch.cat([torch.eye(WIDTH), linear(WIDTH, WIDTH)], dim=1)
+
+    if is_eagle3:
+        # Only the attention reads the embedding. With equal queries and keys each token attends to itself.
+        attending = linear(WIDTH, 2 * WIDTH, gain=2.0)
+        attention = {"q": attending, "k": attending.clone(), "v": passing_on(), "o": torch.eye(WIDTH)}
+    else:
+        attention = {name: linear(WIDTH, WIDTH) for name in "qkvo"}
+    weights = {f"{layer}.self_attn.{name}_proj.weight": weight for name, weight in attention.items()}
     weights |= {f"{layer}.mlp.{name}_proj.weight": linear(MLP, WIDTH) for name in ("gate", "up")}
     weights |= {f"{layer}.mlp.down_proj.weight": linear(WIDTH, MLP)}
     norms = [f"{layer}.post_attention_layernorm"]
     if is_eagle3:
         norms += ["norm", f"{layer}.input_layernorm", f"{layer}.hidden_norm"]
-        weights["fc.weight"] = linear(WIDTH, len(AUX_LAYERS) * WIDTH, gain=1.0)
-        weights["lm_head.weight"] = linear(RANDOM_SHAPE.vocab_size, WIDTH, gain=1.0)
+        weights["fc.weight"] = linear(WIDTH, len(AUX_LAYERS) * WIDTH)
     else:
-        weights["fc.weight"] = torch.cat([torch.eye(WIDTH), linear(WIDTH, WIDTH)], dim=1)
+        weights["fc.weight"] = passing_on()
     weights |= {f"{name}.weight": torch.ones(WIDTH) for name in norms}
     config = {
         "architectures": ["LlamaForCausalLM"],

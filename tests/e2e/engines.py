@@ -99,7 +99,7 @@ EAGLE3 = {
     "num_model_steps": 2,
     "mtp_strategy": "with_ngram",
     "min_ngram_size": 1,
-    # The head's drafts are random, so a match of one byte replaces them.
+    # A match of one byte replaces the head's drafts, so the target accepts some of either.
     "match_override_len": 1,
 }
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, check_hybrid, verdict
+from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, check_hybrid, check_model_drafts, verdict
 from tests.e2e.engines import engine, marked
 from tests.e2e.tables import check_cell
 from tests.e2e.v2.engines import tokens, v1_tokens
@@ -36,3 +36,9 @@ def test_other_hybrids(
 ) -> None:
     # EAGLE 3 reads outputs of layers that vLLM's MiMo does not offer.
     check_hybrid(method, strategy, adaptive, draft if method == "eagle3" else tiny, draft, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
+def test_the_models_drafts_are_vllms(method: str, tiny: Path, draft: Path) -> None:
+    check_model_drafts(method, draft if method == "eagle3" else tiny, draft)
