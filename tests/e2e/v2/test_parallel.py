@@ -1,13 +1,17 @@
 """Tensor and pipeline parallelism on Model Runner V2: two workers, each in a process of its own."""
 
+import asyncio
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.e2e.engines import engine, speculative
+from tests.e2e.engines import Engine, engine, speculative
 from tests.e2e.parallel import (
     COMMON_PLACES,
     PROMPTS_OF_FAULTS,
@@ -26,6 +30,9 @@ from tests.e2e.parallel_servers import check_two_workers, plain_texts
 from tests.e2e.references import ask, asking, check_sums, config_of
 from tests.e2e.v2.engines import FEW, MAX_TOKENS, async_engine, tokens
 from vllm_specplus.proposers.costs import StepTimes
+from vllm_specplus.requests.check import handover
+from vllm_specplus.requests.options import HANDOVER_ENTRY, ResolvedOptions
+from vllm_specplus.requests.response import Report
 
 pytestmark = pytest.mark.interpreter
 
@@ -132,6 +139,44 @@ def test_a_pipeline_counts_what_one_process_counts(trained: Path, draft: Path) -
     assert vllm.accepted > 0
     assert sum(map(sum, last["drafted"].values())) == vllm.drafted + sum(drafted for drafted, _ in discarded)
     assert sum(map(sum, last["accepted"].values())) == vllm.accepted + sum(accepted for _, accepted in discarded)
+
+
+def reported(e: Engine, key: str, num_tokens: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """The counts of a prediction, and `aux_info`, as a server's middleware adds them to a response."""
+
+    async def ask_all(_: str, *question: Any) -> list[Any]:
+        return [e.llm.collective_rpc(*question)]
+
+    client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=ask_all))
+    payload: dict[str, Any] = {"usage": {"completion_tokens": num_tokens}}
+    asyncio.run(Report(client, key, True, True, time.perf_counter()).add_to(payload))
+    return payload["usage"]["completion_tokens_details"], payload["aux_info"]
+
+
+@pytest.mark.slow
+def test_responses_of_a_pipeline_have_their_counts(trained: Path, draft: Path) -> None:
+    """Those of the workers, of which the last stage alone counts, and those of vLLM's outputs."""
+    with engine(trained) as e:
+        texts = tokens(e)
+    two = {PIPELINE: 2, "distributed_executor_backend": "mp"}
+    with async_engine(trained, config_of("mtp_ngram", draft, verify_strategy="target_match"), **two) as e:
+        results = e.generate(FEW, max_tokens=MAX_TOKENS, extra_args={"aux_info": True})
+        for text, result in zip(texts, results, strict=True):
+            assert list(result.outputs[0].token_ids) == text
+            assert 0 < result.aux_info["iter_count"] < MAX_TOKENS
+        keys = [str(i) for i in range(len(texts))]
+        for key, text in zip(keys, texts, strict=True):
+            handover.put(key, ResolvedOptions(token_ids=np.array(text, np.int32), counts_key=key))
+        assert ask(e, FEW, [{HANDOVER_ENTRY: key} for key in keys], max_tokens=MAX_TOKENS) == texts
+        for key in keys:
+            handover.drop(key)
+            details, aux_info = reported(e, key, MAX_TOKENS)
+            assert MAX_TOKENS / 2 < details["accepted_prediction_tokens"] < MAX_TOKENS
+            assert aux_info["iter_count"] < MAX_TOKENS / 2
+        # The workers learn in the next step that a request has ended.
+        tokens(e, FEW[:1], max_tokens=2)
+        _, last = e.llm.collective_rpc("specplus_stats")
+        assert last["entries"]["request_counts"] == 0
 
 
 @pytest.mark.slow
