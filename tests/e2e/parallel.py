@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +11,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.distributed.parallel_state import get_tp_group
 
-from tests.e2e.engines import PROMPTS, Engine, engine
+from tests.e2e.drafters import ADAPTIVE, APPEND, MTP
+from tests.e2e.engines import PROMPTS, Engine
 from tests.e2e.faults import (
     FAULTY,
     OTHERS,
@@ -22,13 +22,25 @@ from tests.e2e.faults import (
     let_drafts_pay_in_worker,
     recover_in_worker,
 )
-from tests.e2e.references import ask, asking, stats
+from tests.e2e.references import ask, asking, own_sources
 from vllm_specplus.engine.salts import SaltingMixin
 from vllm_specplus.proposers.costs import Costs, Pace
 
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 # Requests that are sampled: by noise of their own, and by the engine's.
 SAMPLED: list[dict[str, Any]] = [{"temperature": 0.9, "top_p": 0.95, "seed": 11}, {"temperature": 0.9}]
+# Of a mixture of experts.
+MIXTURE_CONFIGS: dict[str, dict[str, Any]] = {
+    "adaptive": MTP | ADAPTIVE,
+    "append": MTP | APPEND | {"verify_strategy": "topp"},
+    "append, rejection": MTP | APPEND | {"verify_strategy": "rejection"},
+    "suffix": {
+        "method": "suffix",
+        "num_speculative_tokens": 6,
+        "suffix_decoding_max_cached_requests": -1,
+        "verify_strategy": "greedy",
+    },
+}
 
 
 def bind_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +142,26 @@ def discarded_drafts(e: Engine) -> Iterator[list[tuple[int, int]]]:
             core.step_fn()
 
 
+def check_own_drafts(e: Engine, prompts: list[list[int]] = PROMPTS[:4], max_tokens: int = 24) -> None:
+    """Each source of the config has drafted in all workers that draft, and none of them had a fault.
+
+    An adaptive config may have drafted nothing so far, so it is asked once more while drafts are cheap.
+    """
+    options = e.llm.llm_engine.vllm_config.speculative_config.specplus
+    if options.adaptive:
+        e.llm.collective_rpc(let_drafts_pay_in_worker)
+        e.tokens(prompts, max_tokens=max_tokens)
+    found = [counts for counts in e.llm.collective_rpc("specplus_stats") if counts is not None]
+    assert found
+    for counts in found:
+        assert not counts["faults"]
+        for source in own_sources(options):
+            assert sum(counts["drafted"][source]) > 0, source
+
+
 def check_all_workers_alike(
     e: Engine, texts: list[list[int]], max_tokens: int, sampled: Iterable[dict[str, Any]] = SAMPLED
-) -> dict[str, Any]:
+) -> None:
     """Check that workers draft, choose and count alike, and as vLLM counts: with references or not, greedy and sampled.
 
     Args:
@@ -140,15 +169,13 @@ def check_all_workers_alike(
         texts: of the first four prompts, greedy, of `max_tokens` each.
         max_tokens: the length of each text.
         sampled: the sampling parameters of further rounds of the same requests.
-
-    Returns:
-        the counts.
     """
     e.llm.collective_rpc(record_drafts)
     e.llm.collective_rpc(record_choices)
     assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=max_tokens) == texts * 2
     for sampling in sampled:
         ask(e, PROMPTS[:4] * 2, asking(texts), **{"max_tokens": max_tokens} | sampling)
+    check_own_drafts(e, max_tokens=max_tokens)
     counts, counts_of_last = e.llm.collective_rpc("specplus_stats")
     assert counts == counts_of_last
     assert sum(counts["accepted"]["reference"]) > 0
@@ -159,22 +186,6 @@ def check_all_workers_alike(
         of_first, of_last = of_workers(e, what)
         assert len(of_first) > 20
         assert of_first == of_last
-    return counts
-
-
-def check_expert_parallelism(model: Path, config: dict[str, Any], texts: list[list[int]]) -> None:
-    """One worker that holds all experts gives the greedy texts of one without expert parallelism.
-
-    Args:
-        model: a mixture of experts.
-        config: of the engine, whose drafts pay.
-        texts: of the first four prompts, of one length.
-    """
-    with engine(model, config, enable_expert_parallel=True) as e:
-        assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=len(texts[0])) == texts * 2
-        counts = stats(e)
-        assert sum(counts["accepted"]["reference"]) > 0
-        assert config["method"] == "suffix" or sum(counts["drafted"]["model"]) > 0
 
 
 # What fails in a worker, whichever runner it has, by the part in which that is counted.

@@ -6,6 +6,7 @@ from typing import Any
 from vllm import SamplingParams
 
 from tests.e2e.engines import PROMPTS, PROPOSERS, Engine, engine, speculative
+from vllm_specplus.config import SpecPlusOptions
 
 # The proposers whose drafts are the plugin's.
 DRAFTING = PROPOSERS.keys() - {"mtp"}
@@ -53,6 +54,12 @@ def stats(e: Engine) -> dict[str, Any]:
     """The counts of the only worker."""
     (counts,) = e.llm.collective_rpc("specplus_stats")
     return counts
+
+
+def own_sources(options: SpecPlusOptions) -> list[str]:
+    """The sources that draft by these options, whatever a request brings."""
+    drafts = {"model": options.is_hybrid, "ngram": options.matches_ngrams, "suffix": options.matches_suffixes}
+    return [source for source, is_own in drafts.items() if is_own]
 
 
 def check_sums(e: Engine) -> dict[str, int]:

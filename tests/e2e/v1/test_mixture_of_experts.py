@@ -2,30 +2,17 @@
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.drafters import ADAPTIVE, APPEND, MTP
-from tests.e2e.engines import PROMPTS, engine, marked
+from tests.e2e.engines import PROMPTS, engine
 from tests.e2e.families import make_family
-from tests.e2e.faults import let_drafts_pay, let_drafts_pay_in_worker
-from tests.e2e.parallel import TWO, bind_a_core_each, check_all_workers_alike, check_expert_parallelism
+from tests.e2e.faults import let_drafts_pay_in_worker
+from tests.e2e.parallel import MIXTURE_CONFIGS, TWO, bind_a_core_each, check_all_workers_alike
 from tests.e2e.serving import serve
 
 MAX_TOKENS = 16
-CONFIGS: dict[str, dict[str, Any]] = {
-    "adaptive": MTP | ADAPTIVE,
-    "append": MTP | APPEND | {"verify_strategy": "topp"},
-    "append, rejection": MTP | APPEND | {"verify_strategy": "rejection"},
-    "suffix": {
-        "method": "suffix",
-        "num_speculative_tokens": 6,
-        "suffix_decoding_max_cached_requests": -1,
-        "verify_strategy": "greedy",
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +27,13 @@ def plain(mixture: Path) -> list[list[int]]:
         return e.tokens(PROMPTS[:4], max_tokens=MAX_TOKENS)
 
 
-@pytest.mark.parametrize("name", marked(CONFIGS, (), slow=CONFIGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURE_CONFIGS)
 def test_two_workers(name: str, mixture: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     bind_a_core_each(monkeypatch)
-    with engine(mixture, CONFIGS[name], **TWO) as e:
+    with engine(mixture, MIXTURE_CONFIGS[name], **TWO) as e:
         e.llm.collective_rpc(let_drafts_pay_in_worker)
-        counts = check_all_workers_alike(e, plain, MAX_TOKENS)
-        assert name == "suffix" or sum(counts["drafted"]["model"]) > 0
-
-
-@pytest.mark.parametrize("name", marked(CONFIGS, (), slow=CONFIGS))
-def test_expert_parallelism_of_one_worker(
-    name: str, mixture: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    let_drafts_pay(monkeypatch)
-    check_expert_parallelism(mixture, CONFIGS[name], plain)
+        check_all_workers_alike(e, plain, MAX_TOKENS)
 
 
 @pytest.mark.slow

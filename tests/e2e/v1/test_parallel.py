@@ -13,6 +13,7 @@ from tests.e2e.parallel import (
     bind_a_core_each,
     check_all_workers_alike,
     check_faults_of_all_workers,
+    check_own_drafts,
     measure_otherwise,
     of_workers,
     record_drafts,
@@ -40,6 +41,8 @@ def test_all_workers_draft_alike(proposer: str, shares_prices: bool, trained: Pa
         e.llm.collective_rpc(measure_otherwise, args=(shares_prices,))
         e.llm.collective_rpc(record_drafts)
         assert ask(e, PROMPTS[:4] * 2, asking(texts), max_tokens=48) == texts * 2
+        if shares_prices:
+            check_own_drafts(e)
         first, last = e.llm.collective_rpc("specplus_stats")
         assert (first == last) == shares_prices
         assert sum(first["accepted"]["reference"]) > 0

@@ -19,6 +19,7 @@ from tests.e2e.parallel import (
     TWO,
     bind_a_core_each,
     check_faults_of_all_workers,
+    check_own_drafts,
     discarded_drafts,
     measure_otherwise,
     of_workers,
@@ -100,6 +101,7 @@ def test_two_workers(
                 # vLLM's own kernel of top-p does not run under the interpreter.
                 sampling = sampling | {"top_p": 1.0}
             ask(e, FEW[:2], asking(texts)[:2], max_tokens=8, **sampling)
+        check_own_drafts(e, FEW[:2], max_tokens=8)
         first, last = e.llm.collective_rpc("specplus_stats")
         assert sum(last["accepted"]["reference"]) > 0
         inputs, inputs_of_last = of_workers(e, "inputs")
