@@ -107,6 +107,14 @@ def let_drafts_pay_in_worker(worker: Any) -> None:
     let_drafts_pay(pytest.MonkeyPatch())
 
 
+class PayingWorker:
+    """vLLM adds this class to a server's worker."""
+
+    def let_drafts_pay(self) -> None:
+        """Let drafts pay to its end."""
+        let_drafts_pay_in_worker(self)
+
+
 def fail_in_worker(worker: Any, place: str) -> None:
     """Run in a worker: let a function fail until `recover_in_worker`.
 
