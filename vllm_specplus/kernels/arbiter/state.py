@@ -166,8 +166,8 @@ def make_state(
     trials = torch.full_like(prior, PRIOR_TRIALS.value)
     table = Table(new_hits, new_trials, prior * trials // ONE.value, trials, misses, prior.clone())
     record = Record(*zeros(3, max_num_reqs, NUM_RECORDS.value))
-    sums, trials, told_sums, told_trials = zeros(4, NUM_LENGTHS.value, num_model_steps)
-    gains = Gains(sums, trials, told_sums, told_trials, zeros(NUM_LENGTHS.value))
+    sums, gain_trials, told_sums, told_trials = zeros(4, NUM_LENGTHS.value, num_model_steps)
+    gains = Gains(sums, gain_trials, told_sums, told_trials, zeros(NUM_LENGTHS.value))
     foregone = Foregone(zeros(max_num_reqs) + NO_PASS.value, zeros(max_num_reqs))
     offer_positions = zeros(max_num_reqs) + NO_OFFERS.value
     return State(offers, table, record, gains, foregone, offer_positions, zeros(max_num_reqs), is_blind)
