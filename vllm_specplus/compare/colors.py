@@ -6,14 +6,14 @@ from vllm_specplus.sources import SOURCES, UNFILLED
 INK = ("#1f2328", "#e6e8eb")
 SERIES = (
     *(("#2f6fb3", "#6aa9ef"), ("#d9730d", "#f2a24f"), ("#2a8a4a", "#5fc47e"), ("#8a4fbf", "#b98bea")),
-    *(("#c8353b", "#f07178"), ("#0f8b8d", "#45c4c6"), ("#8c6239", "#c9a27a"), ("#d0458f", "#f08bbf")),
+    *(("#c8353b", "#f07178"), ("#8c6239", "#c9a27a"), ("#0f8b8d", "#45c4c6"), ("#d0458f", "#f08bbf")),
 )
 """Of the configurations, in turn."""
 _OTHER = ("#8b949e", "#7d8590")
 _NAMED = dict(zip(SOURCES[:UNFILLED], SERIES, strict=False))
 SOURCE_COLORS = {TARGET: INK, **_NAMED, UNKNOWN: _OTHER}
 """Of the sources of tokens."""
-PART_COLORS = dict(zip(PARTS, (SERIES[5], SERIES[0], SERIES[1], SERIES[3], _OTHER), strict=True))
+PART_COLORS = dict(zip(PARTS, (SERIES[6], SERIES[0], SERIES[1], SERIES[3], _OTHER), strict=True))
 """Of the parts of a step."""
 
 

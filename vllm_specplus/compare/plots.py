@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 PLOTS = ("speed", "accepted", "time")
 _WIDTH = 7.0  # inches
+_MARKERS = "osD^vPX*"  # lines are told apart without colors too
+_DODGE = 0.03  # between neighbours, of the distance between two concurrencies: bars must not hide each other
 _STYLE: dict[Any, Any] = {
     # The text of an SVG stays text, and the same numbers give the same file.
     "svg.fonttype": "none",
@@ -78,14 +80,17 @@ def _speed(data: dict[str, Any]) -> Plot | None:
     if not timed:
         return None
     figure, axes = _figure(3.6)
-    for name, color in _series(data):
+    series = list(_series(data))
+    for i, (name, color) in enumerate(series):
         rows = [row for row in timed if row["configuration"] == name]
         if rows:
             speeds = [row["tokens_per_second"] for row in rows]
             below = [row["tokens_per_second"] - row["lowest"] for row in rows]
             above = [row["highest"] - row["tokens_per_second"] for row in rows]
-            places = [levels.index(row["concurrency"]) for row in rows]
-            axes.errorbar(places, speeds, (below, above), marker="o", capsize=3, color=color, label=name)
+            dodge = _DODGE * (i - (len(series) - 1) / 2)
+            places = [levels.index(row["concurrency"]) + dodge for row in rows]
+            marker = _MARKERS[i % len(_MARKERS)]
+            axes.errorbar(places, speeds, (below, above), marker=marker, capsize=3, color=color, label=name)
     axes.set_xticks(range(len(levels)), [str(level) for level in levels])
     axes.set_xlabel("requests at once")
     axes.set_ylabel("tokens/s")
