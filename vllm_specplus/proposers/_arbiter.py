@@ -539,6 +539,16 @@ def _expected_gain(total: int, trials: int) -> int:
     return (total + PRIOR_GAIN * PRIOR_GAIN_TRIALS) // (trials + PRIOR_GAIN_TRIALS)
 
 
+@compiled(allocates=False, forceinline=True)
+def _halve(sums: np.ndarray, trials: np.ndarray) -> None:
+    """Halve both, [NUM_LENGTHS, S] int64, where there are as many trials as the limit or more, until nowhere."""
+    for which in range(NUM_LENGTHS):
+        for k in range(trials.shape[1]):
+            while trials[which, k] >= MAX_GAIN_TRIALS:
+                sums[which, k] >>= 1
+                trials[which, k] >>= 1
+
+
 @compiled()
 def plan_passes(
     rows: np.ndarray, limits: np.ndarray, offers: Offers, credits: np.ndarray, gains: Gains, prices: np.ndarray
@@ -641,14 +651,8 @@ def settle(
             gains.told_sums[at // len(prices), at % len(prices)] += gain
             gains.told_trials[at // len(prices), at % len(prices)] += 1
     # After the whole batch, so that the order of its requests does not matter.
-    for which in range(NUM_LENGTHS):
-        for k in range(len(prices)):
-            while gains.trials[which, k] >= MAX_GAIN_TRIALS:
-                gains.sums[which, k] >>= 1
-                gains.trials[which, k] >>= 1
-            while gains.told_trials[which, k] >= MAX_GAIN_TRIALS:
-                gains.told_sums[which, k] >>= 1
-                gains.told_trials[which, k] >>= 1
+    _halve(gains.sums, gains.trials)
+    _halve(gains.told_sums, gains.told_trials)
     return total
 
 
