@@ -97,16 +97,16 @@ def _adapt(b: _Batch) -> DraftCall:
     state = b.state()
     prices = torch.ones(b.num_model, dtype=torch.int64, device=b.device)
     totals = torch.zeros(arbiter.NUM_TOTALS, dtype=torch.int64, device=b.device)
-    guess, lengths = torch.zeros((b.num_reqs, b.width), dtype=torch.int32, device=b.device), b.full(b.width)
+    tokens = torch.zeros((1, b.num_reqs, b.width), dtype=torch.int32, device=b.device)
+    guess = tokens, b.full(b.width)[None], b.full(0)[None]
     outputs = b.drafts, b.by_state, b.full(NGRAM)
 
     def step() -> None:
-        arbiter.judge_and_update(state, **b.texts, num_new=b.one)
-        arbiter.offer_model(state, b.idx_mapping, b.limits, b.model_drafts)
+        arbiter.judge_and_offer(state, **b.texts, num_new=b.one, limits=b.limits, model_drafts=b.model_drafts)
         sizes = {"min_ngram_size": 2, "max_ngram_size": 5, "match_len_cap": 24}
-        arbiter.offer_ngrams(state, **b.texts, limits=b.limits, **sizes)
-        arbiter.offer_chain(state, b.num_model + 1, b.idx_mapping, guess, lengths, b.full(0))
-        chosen = arbiter.choose(state, b.num_tokens, b.idx_mapping, b.limits, b.one, *outputs)
+        matches = arbiter.search_ngrams(state, **b.texts, limits=b.limits, **sizes)
+        arbiter.offer_chains(state, b.idx_mapping, *guess, first_chain=b.num_model + 1)
+        chosen = arbiter.choose(state, b.num_tokens, b.idx_mapping, b.limits, b.one, *outputs, matches)
         options = {"most_credit": 4 * ONE.value}
         arbiter.settle_and_plan(state, b.idx_mapping, chosen.values, b.limits, b.one, prices, b.one, totals, **options)
 

@@ -123,7 +123,7 @@ def test_a_model_sleeps_where_no_step_has_slots(
 def test_sampled_drafts_are_chosen_blindly(start: Any, trained: Path) -> None:
     config = CONFIGS["mtp_ngram"] | {"draft_sample_method": "probabilistic"}
     with start(trained, config) as e:
-        assert e.runner.speculator.drafting._slot_filler._state.is_blind
+        assert e.runner.speculator.drafting._slot_filler._state.sizes.IS_BLIND.value
         assert len(tokens(e, TWO, temperature=1.0)) == len(TWO)
         assert sum(stats(e)["accepted"]["model"]) > 0
 

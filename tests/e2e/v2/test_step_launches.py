@@ -130,13 +130,12 @@ _SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
         # Four kernels that verify, and one that makes their arguments.
         ("mtp_ngram", False, False, {"verify_strategy": "topp"}, 9),
         ("mtp_ngram", False, False, {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"}, 9),
-        ("adaptive", False, False, {}, 10),
-        # The trees' chain behind each number of the model's drafts takes a copy and a launch.
-        ("adaptive", False, False, {"mtp_strategy": "with_suffix"}, 18),
-        # Only what they forecast behind none of them.
-        ("adaptive", True, False, {"mtp_strategy": "with_suffix"}, 15),
-        ("adaptive", False, True, {}, 15),
-        ("adaptive", True, True, {}, 15),
+        ("adaptive", False, False, {}, 7),
+        ("adaptive", False, False, {"mtp_strategy": "with_suffix"}, 11),
+        # What the trees forecast goes on behind the tokens that have come.
+        ("adaptive", True, False, {"mtp_strategy": "with_suffix"}, 12),
+        ("adaptive", False, True, {}, 12),
+        ("adaptive", True, True, {}, 12),
     ],
 )
 def test_launches_of_a_step(

@@ -28,8 +28,8 @@ KERNELS = {
     inputs: ["_gather_kernel"],
     ngram: ["_search_kernel", "_fill_kernel"],
     verify: ["row_stats_kernel", "judge_kernel", "race_kernel", "emit_kernel", "accept_greedy_kernel"],
-    judgement: ["_judge_kernel", "_update_kernel"],
-    offers: ["_offer_model_kernel", "_offer_chain_kernel", "_search_kernel", "_fill_kernel"],
+    judgement: ["_judge_kernel"],
+    offers: ["_search_kernel", "_offer_kernel"],
     choice: ["_choose_kernel"],
     accounts: ["_settle_kernel"],
 }

@@ -13,7 +13,7 @@ from vllm_specplus.kernels.arbiter import (
     accounts,
     choice,
     choose,
-    judge_and_update,
+    judge_and_offer,
     judgement,
     make_state,
     settle_and_plan,
@@ -195,7 +195,10 @@ class Pair:
         state = spec.to_addresses(self.offer_positions, self.credits, *groups, prices)
         total, is_anyone_awake = spec.begin_step(state, self.token_ids[rows], num_tokens, rows)
         assert is_anyone_awake == np.any(self.credits[rows] != spec.ASLEEP)
-        judge_and_update(self.kernels, torch.from_numpy(self.token_ids), self.device_lengths(), idx_mapping, num_new)
+        texts, num_places = (torch.from_numpy(self.token_ids), self.device_lengths()), len(idx_mapping)
+        no_drafts = torch.zeros(num_places, 0, dtype=torch.int64)
+        judge_and_offer(self.kernels, *texts, idx_mapping, num_new, limits_of([1] * num_places), no_drafts)
+        assert self.kernels.num_judged == 0
         assert num_new.tolist() == [1000 + total]
         self.assert_same()
 
@@ -392,7 +395,7 @@ def test_a_new_state_is_that_of_a_new_arbiter():
         for tensor, array in zip(tensors, arrays, strict=True):
             assert tensor.numpy().dtype == array.dtype
             np.testing.assert_array_equal(tensor.numpy(), array)
-    assert made.is_blind
+    assert made.sizes.IS_BLIND.value
 
 
 def test_more_tokens_than_a_row_holds():
@@ -400,7 +403,8 @@ def test_more_tokens_than_a_row_holds():
     made = make_state(2, num_model_steps=0, num_speculative_tokens=4, chain_sources=[NGRAM], starts=[0], prior=PRIOR)
     made.offer_positions[0], made.offers.lengths[0], num_new = 2, 4, torch.zeros(1, dtype=torch.int64)
     token_ids, num_tokens = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
-    judge_and_update(made, token_ids, num_tokens, torch.tensor([0]), num_new)
+    no_drafts = torch.zeros(1, 0, dtype=torch.int64)
+    judge_and_offer(made, token_ids, num_tokens, torch.tensor([0]), num_new, limits_of([4]), no_drafts)
     assert num_new.tolist() == [1]
     assert (made.table.trials - spec.PRIOR_TRIALS).sum() == spec.TRIAL
 
@@ -422,7 +426,11 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
     limits = {"limits": limits_of([width] * num_reqs)}
     by_state = torch.zeros(3, 4, dtype=torch.int32)
     calls = {
-        judge_and_update: batch | num_tokens | {"token_ids": torch.zeros(4, 16, dtype=torch.int32), "num_new": one},
+        judge_and_offer: batch
+        | num_tokens
+        | limits
+        | {"token_ids": torch.zeros(4, 16, dtype=torch.int32), "num_new": one}
+        | {"model_drafts": torch.zeros(num_reqs, num_steps, dtype=torch.int64)},
         choose: batch
         | num_tokens
         | limits
@@ -448,10 +456,14 @@ def arguments(num_reqs=2, num_steps=2, width=4, num_chains=3, **changes):
 @pytest.mark.parametrize(
     ("function", "changes", "message"),
     [
-        (judge_and_update, {"token_ids": torch.zeros(4, 16)}, r"token_ids must be torch\.int32"),
-        (judge_and_update, {"num_tokens": torch.zeros(3, dtype=torch.int32)}, "num_tokens must"),
-        (judge_and_update, {"idx_mapping": torch.zeros(2)}, r"idx_mapping must be torch\.int32 or torch\.int64"),
-        (judge_and_update, {"num_new": torch.zeros(1)}, "num_new must"),
+        (judge_and_offer, {"token_ids": torch.zeros(4, 16)}, r"token_ids must be torch\.int32"),
+        (judge_and_offer, {"num_tokens": torch.zeros(3, dtype=torch.int32)}, "num_tokens must"),
+        (judge_and_offer, {"idx_mapping": torch.zeros(2)}, r"idx_mapping must be torch\.int32 or torch\.int64"),
+        (judge_and_offer, {"num_new": torch.zeros(1)}, "num_new must"),
+        (judge_and_offer, {"limits": limits_of([1])}, "max_drafts must"),
+        (judge_and_offer, {"model_drafts": torch.zeros(2, 2)}, r"model_drafts must be torch\.int64"),
+        (judge_and_offer, {"model_drafts": torch.zeros(2, 3, dtype=torch.int64)}, r"model_drafts must be \[2, <= 2\]"),
+        (judge_and_offer, {"model_drafts": torch.zeros(3, 2, dtype=torch.int64)}, r"model_drafts must be \[2, <= 2\]"),
         (choose, {"num_tokens": torch.zeros(4)}, "num_tokens must"),
         (choose, {"idx_mapping": torch.zeros(3, dtype=torch.int32)}, "idx_mapping must"),
         (choose, {"limits": limits_of([1])}, "max_drafts must"),
@@ -480,7 +492,6 @@ def test_no_requests():
 
 KERNELS = [
     (judgement, "_judge_kernel"),
-    (judgement, "_update_kernel"),
     (choice, "_choose_kernel"),
     (accounts, "_settle_kernel"),
 ]
@@ -498,7 +509,7 @@ def test_launches_depend_on_shapes_alone(monkeypatch):
         for functions in calls:
             for function, call in functions.items():
                 function(**call)
-    assert [launch.grids for launch in launches] == [[(3,)] * 2, [(1,)] * 2, [(3,)] * 2, [(1,)] * 2]
+    assert [launch.grids for launch in launches] == [[(3,)] * 2, [(3,)] * 2, [(1,)] * 2]
 
 
 def compile_ahead_of_time():
@@ -517,4 +528,4 @@ def compile_ahead_of_time():
 
 def test_kernels_compile_for_a_gpu(tmp_path):
     code = "from tests.kernels.arbiter import test_arbiter; test_arbiter.compile_ahead_of_time()"
-    assert "compiled 3 3 3 3" in run_without_interpreter(code, tmp_path)
+    assert "compiled 3 3 3" in run_without_interpreter(code, tmp_path)

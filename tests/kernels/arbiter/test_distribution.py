@@ -5,7 +5,7 @@ import torch
 from scipy.stats import chisquare
 
 from tests.kernels.limits import limits_of
-from vllm_specplus.kernels.arbiter import choose, make_state, offer_chain, offer_model
+from vllm_specplus.kernels.arbiter import choose, judge_and_offer, make_state, offer_chains
 from vllm_specplus.kernels.arbiter.state import ALONE, CONTRARY, DIFFERED, NUM_KEYS, ONE
 from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.sources import NGRAM
@@ -38,9 +38,10 @@ def p_value(*, is_blind: bool) -> float:
     # A choice for each token that the model may have sampled.
     rows, one = torch.arange(VOCAB), torch.ones(VOCAB, dtype=torch.int32)
     limits = limits_of([WIDTH] * VOCAB)
-    offer_model(state, rows, limits, rows[:, None])
-    for chain in (0, 1):
-        offer_chain(state, chain, rows, torch.zeros(VOCAB, 1, dtype=torch.int64), one, 4 * one)
+    texts, num_new = (torch.zeros(VOCAB, 1, dtype=torch.int32), one), torch.zeros(1, dtype=torch.int64)
+    judge_and_offer(state, *texts, rows, num_new, limits, rows[:, None])
+    both = one.repeat(2, 1)
+    offer_chains(state, rows, torch.zeros(2, VOCAB, 1, dtype=torch.int64), both, 4 * both)
     drafts = torch.empty(VOCAB, WIDTH, dtype=torch.int64)
     by_state = torch.empty(3, VOCAB, dtype=torch.int32)
     price = torch.tensor([ONE.value // 50])

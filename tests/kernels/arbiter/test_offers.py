@@ -11,13 +11,13 @@ from tests.kernels.limits import limits_of
 from tests.proposers.reference import make_history
 from vllm_specplus.kernels import ngram
 from vllm_specplus.kernels.arbiter import (
+    choice,
     choose,
-    judge_and_update,
+    judge_and_offer,
     make_state,
-    offer_chain,
-    offer_model,
-    offer_ngrams,
+    offer_chains,
     offers,
+    search_ngrams,
     settle_and_plan,
 )
 from vllm_specplus.kernels.drafts import DraftCounts
@@ -46,6 +46,14 @@ def new_state(num_rows, num_steps, width, matchers=(NGRAM,), prior=PRIOR):
     )
 
 
+def choose_of(state, num_tokens, idx_mapping, limits, matches):
+    """`choose` with matches, whose drafts nobody reads."""
+    drafts = torch.zeros(len(idx_mapping), state.offers.chains.shape[2], dtype=torch.int64)
+    by_state = torch.zeros(3, len(num_tokens), dtype=torch.int32)
+    price = torch.zeros(1, dtype=torch.int64)
+    choose(state, num_tokens, idx_mapping, limits, price, drafts, DraftCounts(*by_state[:2]), by_state[2], matches)
+
+
 class Pair:
     """The same offers of the specification and of the kernels, on which random values stand at first.
 
@@ -65,6 +73,8 @@ class Pair:
         self.kernels = new_state(self.num_rows, num_steps, width, matchers)
         for field in self.kernels.offers[:5]:
             field.copy_(torch.from_numpy(self.random.integers(-9, 9, field.shape)))
+        self.kernels.offers.passes.clamp_(0, num_steps)
+        self.kernels.offers.lengths.clamp_(0, width)
         arrays = [field.clone().numpy() for field in self.kernels.offers]
         self.offers = spec.Offers(*arrays, is_blind=False)
         self.offers.passes[self.rows[self.is_request]] = 0
@@ -75,6 +85,8 @@ class Pair:
         groups = (spec.Table(*[unused] * 6), spec.Record(*[unused] * 3), spec.Gains(*[unused] * 5))
         groups += (spec.Foregone(unused, unused),)
         self.state = spec.to_addresses(unused, self.credits, self.offers, *groups, unused)
+        self.token_ids = torch.zeros(self.num_rows, 1, dtype=torch.int32)
+        self.num_tokens = torch.ones(self.num_rows, dtype=torch.int32)
 
     def assert_same(self):
         for name, tensor in self.kernels.offers._asdict().items():
@@ -87,7 +99,9 @@ class Pair:
         spec.offer_model(self.state, rows, limits, model)
         strided = torch.full((len(self.texts), self.model.shape[1] + 3), -99)[:, 1 : self.model.shape[1] + 1]
         strided.copy_(torch.from_numpy(self.model))
-        offer_model(self.kernels, self.idx_mapping, limits_of([1] * len(self.texts)), strided)
+        num_new, limits = torch.zeros(1, dtype=torch.int64), limits_of([1] * len(self.texts))
+        judge_and_offer(self.kernels, self.token_ids, self.num_tokens, self.idx_mapping, num_new, limits, strided)
+        self.offers.lengths[rows] = 0
         self.assert_same()
 
     def offer_ngrams(self, limits, sizes, cap, *, takes_first=False, max_len=MAX_LEN, pad=0, longest=None):
@@ -96,23 +110,25 @@ class Pair:
         order = "first" if takes_first else "recent"
         self._offer_matches(NgramMatcher(self.num_rows, max_len, **options, match_order=order), limits, max_len)
         token_ids = torch.full((self.num_rows, max_len + 3), pad, dtype=torch.int32)[:, :max_len]
-        num_tokens = torch.ones(self.num_rows, dtype=torch.int32)
+        num_tokens = self.num_tokens.clone()
         for row, text in zip(self.rows, self.texts, strict=True):
             if text is not None:
                 token_ids[row, : len(text)] = torch.tensor(text)
                 num_tokens[row] = len(text)
-        offer_ngrams(
+        given = limits_of(limits)
+        matches = search_ngrams(
             self.kernels,
             token_ids,
             num_tokens,
             self.idx_mapping,
-            limits_of(limits),
+            given,
             **options,
             takes_first=takes_first,
             first_chain=self.matchers.index(NGRAM),
             chains_per_start=len(self.matchers),
             longest=longest,
         )
+        choose_of(self.kernels, num_tokens, self.idx_mapping, given, matches)
         self.assert_same()
 
     def _offer_matches(self, matcher, limits, max_len):
@@ -238,9 +254,10 @@ def test_tokens_behind_the_text_are_not_looked_at():
 def test_more_tokens_than_a_row_holds():
     """A count past the row's end must not lead into the next row."""
     state = new_state(2, 0, 2)
-    token_ids, num_tokens = torch.tensor([[1, 2, 1], [2, 2, 2]], dtype=torch.int32), torch.tensor([5, 3])
-    limits, sizes = limits_of([2]), {"min_ngram_size": 1, "max_ngram_size": 2}
-    offer_ngrams(state, token_ids, num_tokens.int(), torch.tensor([0]), limits, **sizes, match_len_cap=8)
+    token_ids, num_tokens = torch.tensor([[1, 2, 1], [2, 2, 2]], dtype=torch.int32), torch.tensor([5, 3]).int()
+    rest, sizes = (torch.tensor([0]), limits_of([2])), {"min_ngram_size": 1, "max_ngram_size": 2}
+    matches = search_ngrams(state, token_ids, num_tokens, *rest, **sizes, match_len_cap=8)
+    choose_of(state, num_tokens, *rest, matches)
     assert state.offers.lengths[0, 0] == 2
     assert state.offers.chains[0, 0].tolist() == [2, 1]
 
@@ -248,21 +265,23 @@ def test_more_tokens_than_a_row_holds():
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_any_chain(dtype):
     pair = Pair([[], None, [], []], [[]] * 4, num_steps=1, width=5, seed=3)
-    token_ids = torch.from_numpy(pair.random.integers(0, 99, (4, 7))).to(dtype)[:, 1:5]
-    lengths, agreed = np.array([2, 3, 0, 4], np.int32), np.array([5, 6, 7, 0], np.int32)
+    token_ids = torch.from_numpy(pair.random.integers(0, 99, (2, 4, 7))).to(dtype)[:, :, 1:5]
+    lengths, agreed = np.array([[2, 3, 0, 4], [1, 0, 4, 2]], np.int32), np.array([[5, 6, 7, 0], [8] * 4], np.int32)
     pair.kernels.offers.passes.copy_(torch.from_numpy(pair.offers.passes))
-    for chain in (0, 2):
-        found = [array[pair.is_request] for array in (token_ids.numpy(), lengths, agreed)]
-        spec.offer(pair.state, pair.rows[pair.is_request], chain, *found)
-        given = torch.from_numpy(lengths), torch.from_numpy(agreed)
-        offer_chain(pair.kernels, chain, pair.idx_mapping, token_ids, *given)
+    for number, chains in ((1, [1]), (2, [0, 2]), (0, [])):
+        for i, chain in enumerate(chains):
+            found = [array[i][pair.is_request] for array in (token_ids.numpy(), lengths, agreed)]
+            spec.offer(pair.state, pair.rows[pair.is_request], chain, *found)
+        given = torch.from_numpy(lengths[:number]), torch.from_numpy(agreed[:number])
+        which = {"first_chain": 2 - number, "chains_per_start": 2}
+        offer_chains(pair.kernels, pair.idx_mapping, token_ids[:number], *given, **which)
         pair.assert_same()
 
 
 def test_lengths_of_a_chain_that_cannot_be():
     state = new_state(2, 0, 5)
-    lengths, agreed = torch.tensor([-1, 9], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    offer_chain(state, 0, torch.arange(2), torch.ones(2, 3, dtype=torch.int32), lengths, agreed)
+    lengths, agreed = torch.tensor([[-1, 9]], dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    offer_chains(state, torch.arange(2), torch.ones(1, 2, 3, dtype=torch.int32), lengths, agreed)
     assert state.offers.lengths[:, 0].tolist() == [0, 3]
     assert state.offers.chains[:, 0].tolist() == [[0] * 5, [1, 1, 1, 0, 0]]
 
@@ -351,14 +370,14 @@ class Steps:
         idx_mapping = torch.tensor([self.rows[name] for name in order] + [-1], dtype=torch.int32)
         given = limits_of([*limits, 3])
         drafted = torch.from_numpy(np.pad(model, ((0, 1), (0, 0))))
-        judge_and_update(self.state, token_ids, num_tokens, idx_mapping, torch.zeros(1, dtype=torch.int64))
-        offer_model(self.state, idx_mapping, given, drafted)
-        offer_ngrams(self.state, token_ids, num_tokens, idx_mapping, given, **self.sizes)
+        num_new = torch.zeros(1, dtype=torch.int64)
+        judge_and_offer(self.state, token_ids, num_tokens, idx_mapping, num_new, given, drafted)
+        matches = search_ngrams(self.state, token_ids, num_tokens, idx_mapping, given, **self.sizes)
         drafts = torch.zeros(len(idx_mapping), self.width, dtype=torch.int64)
         slot_price = torch.tensor([self.arbiter._scaled.slot])
         noted = torch.zeros(3, self.NUM_ROWS, dtype=torch.int32)
         by_state = DraftCounts(*noted[:2]), noted[2]
-        chosen = choose(self.state, num_tokens, idx_mapping, given, slot_price, drafts, *by_state)
+        chosen = choose(self.state, num_tokens, idx_mapping, given, slot_price, drafts, *by_state, matches)
         prices = slot_price, torch.from_numpy(self.arbiter._scaled.passes), torch.tensor([self.arbiter._scaled.step])
         totals, most_credit = torch.zeros(2, dtype=torch.int64), CommonAccount.most_credit
         settle_and_plan(self.state, idx_mapping, chosen.values, given, *prices, totals, most_credit=most_credit)
@@ -421,16 +440,14 @@ def test_whole_steps_draft_from_every_source():
 
 
 def arguments(num_reqs=2, num_steps=2, width=4, max_len=16, **changes):
-    """Valid arguments of each of the three functions, with `changes`: of all that take an argument of that name."""
+    """Valid arguments of both functions, with `changes`: of all that take an argument of that name."""
     batch = {
         "state": new_state(4, num_steps, width, (NGRAM, SUFFIX)),
         "idx_mapping": torch.arange(num_reqs, dtype=torch.int32),
     }
     counts = torch.full((num_reqs,), width, dtype=torch.int32)
     calls = {
-        offer_model: batch
-        | {"limits": limits_of(counts), "model_drafts": torch.zeros(num_reqs, num_steps, dtype=torch.int64)},
-        offer_ngrams: batch
+        search_ngrams: batch
         | {
             "token_ids": torch.zeros(4, max_len, dtype=torch.int32),
             "num_tokens": torch.full((4,), max_len, dtype=torch.int32),
@@ -442,12 +459,13 @@ def arguments(num_reqs=2, num_steps=2, width=4, max_len=16, **changes):
             "first_chain": 1,
             "chains_per_start": 2,
         },
-        offer_chain: batch
+        offer_chains: batch
         | {
-            "chain": 1,
-            "token_ids": torch.zeros(num_reqs, width, dtype=torch.int32),
-            "lengths": counts,
-            "agreed": counts,
+            "token_ids": torch.zeros(num_steps + 1, num_reqs, width, dtype=torch.int32),
+            "lengths": counts.repeat(num_steps + 1, 1),
+            "agreed": counts.repeat(num_steps + 1, 1),
+            "first_chain": 1,
+            "chains_per_start": 2,
         },
     }
     return {
@@ -459,27 +477,24 @@ def arguments(num_reqs=2, num_steps=2, width=4, max_len=16, **changes):
 @pytest.mark.parametrize(
     ("function", "changes", "message"),
     [
-        (offer_model, {"idx_mapping": torch.zeros(2)}, r"idx_mapping must be torch\.int32 or torch\.int64"),
-        (offer_model, {"model_drafts": torch.zeros(2, 2)}, r"model_drafts must be torch\.int64"),
-        (offer_model, {"model_drafts": torch.zeros(2, 3, dtype=torch.int64)}, r"model_drafts must be \[2, <= 2\]"),
-        (offer_model, {"model_drafts": torch.zeros(3, 2, dtype=torch.int64)}, r"model_drafts must be \[2, <= 2\]"),
-        (offer_ngrams, {"min_ngram_size": 0}, "min_ngram_size=0"),
-        (offer_ngrams, {"max_ngram_size": 0}, "max_ngram_size=0"),
-        (offer_ngrams, {"first_chain": -1}, "first_chain=-1"),
-        (offer_ngrams, {"first_chain": 3}, "first_chain=3 and chains_per_start=2 must name 3 of the 7 chains"),
-        (offer_ngrams, {"chains_per_start": 0}, "chains_per_start=0"),
-        (offer_ngrams, {"token_ids": torch.zeros(4, 16)}, r"token_ids must be torch\.int32"),
-        (offer_ngrams, {"num_tokens": torch.zeros(2, dtype=torch.int32)}, "num_tokens must"),
-        (offer_model, {"limits": limits_of([1])}, "max_drafts must"),
-        (offer_ngrams, {"limits": limits_of([1])}, "max_drafts must"),
-        (offer_ngrams, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
-        (offer_chain, {"chain": 7}, "chain=7 must lie between 0 and 6"),
-        (offer_chain, {"chain": -1}, "chain=-1"),
-        (offer_chain, {"token_ids": torch.zeros(2, 4)}, r"token_ids must be torch\.int32"),
-        (offer_chain, {"token_ids": torch.zeros(2, 5, dtype=torch.int64)}, r"token_ids must be \[2, <= 4\]"),
-        (offer_chain, {"lengths": torch.zeros(2)}, "lengths must"),
-        (offer_chain, {"agreed": torch.zeros(2)}, "agreed must"),
-        (offer_chain, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
+        (search_ngrams, {"min_ngram_size": 0}, "min_ngram_size=0"),
+        (search_ngrams, {"max_ngram_size": 0}, "max_ngram_size=0"),
+        (search_ngrams, {"first_chain": -1}, "first_chain=-1"),
+        (search_ngrams, {"first_chain": 3}, "first_chain=3 and chains_per_start=2 must name 3 of the 7 chains"),
+        (search_ngrams, {"chains_per_start": 0}, "chains_per_start=0"),
+        (search_ngrams, {"token_ids": torch.zeros(4, 16)}, r"token_ids must be torch\.int32"),
+        (search_ngrams, {"num_tokens": torch.zeros(2, dtype=torch.int32)}, "num_tokens must"),
+        (search_ngrams, {"limits": limits_of([1])}, "max_drafts must"),
+        (search_ngrams, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
+        (offer_chains, {"first_chain": 3}, "first_chain=3 and chains_per_start=2 must name 3 of the 7 chains"),
+        (offer_chains, {"first_chain": -1}, "first_chain=-1"),
+        (offer_chains, {"chains_per_start": 0}, "chains_per_start=0"),
+        (offer_chains, {"token_ids": torch.zeros(3, 2, 4)}, "token_ids must be int32 or int64, 3-D"),
+        (offer_chains, {"token_ids": torch.zeros(3, 2, dtype=torch.int32)}, "token_ids must be int32 or int64, 3-D"),
+        (offer_chains, {"token_ids": torch.zeros(3, 2, 5).long()}, r"token_ids must be \[3, 2, <= 4\]"),
+        (offer_chains, {"lengths": torch.zeros(3, 2)}, r"lengths must be contiguous int32 of \(3, 2\)"),
+        (offer_chains, {"agreed": torch.zeros(3, 3, dtype=torch.int32)}, "agreed must be contiguous int32"),
+        (offer_chains, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
     ],
 )
 def test_arguments_out_of_range(function, changes, message):
@@ -492,7 +507,7 @@ def test_no_requests():
         function(**call)
 
 
-KERNELS = ["_offer_model_kernel", "_search_kernel", "_fill_kernel", "_offer_chain_kernel"]
+KERNELS = ["_search_kernel", "_offer_kernel"]
 
 
 def test_launches_depend_on_shapes_alone(monkeypatch):
@@ -506,25 +521,30 @@ def test_launches_depend_on_shapes_alone(monkeypatch):
         for functions in calls:
             for function, call in functions.items():
                 function(**call)
-    assert [launch.grids for launch in launches] == [[(3,)] * 2, [(3, 5, 3)] * 2, [(3, 3)] * 2, [(3,)] * 2]
-    offer_ngrams(**arguments(3, max_len=5000, longest=1500)[offer_ngrams])
-    assert launches[1].grids[2:] == [(3, 2, 3)]
+    assert [launch.grids for launch in launches] == [[(3, 5, 3)] * 2, [(3, 3)] * 2]
+    search_ngrams(**arguments(3, max_len=5000, longest=1500)[search_ngrams])
+    assert launches[0].grids[2:] == [(3, 2, 3)]
 
 
 def compile_ahead_of_time():
-    """Run in a process of its own: compile the kernels as the functions launch them."""
+    """Run in a process of its own: compile the kernels as the functions launch them, and the one that takes matches."""
     for name in KERNELS:
         setattr(offers, name, AheadOfTime(getattr(offers, name)))
+    choice._choose_kernel = AheadOfTime(choice._choose_kernel)
     for options in (
         {"num_steps": 3, "width": 8, "max_len": 200_000},
         {"num_steps": 1, "width": 1, "idx_mapping": torch.arange(2), "max_ngram_size": 1, "match_len_cap": 1},
         {"num_steps": 0},
     ):
-        for function, call in arguments(**options).items():
-            function(**call)
-    print("compiled", *(len(getattr(offers, name).compiled) for name in KERNELS))
+        calls = arguments(**options)
+        offer_chains(**calls[offer_chains])
+        about = calls[search_ngrams]
+        matches = search_ngrams(**about)
+        choose_of(about["state"], about["num_tokens"], about["idx_mapping"], about["limits"], matches)
+    kernels = [getattr(offers, name) for name in KERNELS]
+    print("compiled", *(len(kernel.compiled) for kernel in [*kernels, choice._choose_kernel]))
 
 
 def test_kernels_compile_for_a_gpu(tmp_path):
     code = "from tests.kernels.arbiter import test_offers; test_offers.compile_ahead_of_time()"
-    assert "compiled 3 3 3 3" in run_without_interpreter(code, tmp_path)
+    assert "compiled 3 3 3" in run_without_interpreter(code, tmp_path)

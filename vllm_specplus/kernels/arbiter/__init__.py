@@ -2,36 +2,36 @@
 
 | function | kernel | a program | does |
 |---|---|---|---|
-| `judge_and_update` | `_judge_kernel` | takes a request | judges its last offers by the tokens that came |
-| | `_update_kernel` | takes the table | takes the new trials over, forgets old ones, sets the chances |
-| `offer_model` | `_offer_model_kernel` | takes a request | writes the draft model's drafts |
-| `offer_ngrams` | `_search_kernel` | takes a chain, and a share of the text | finds the end of the same n-gram |
-| | `_fill_kernel` | takes a chain of a request | writes what followed there |
-| `offer_chain` | `_offer_chain_kernel` | takes a request | writes any other chain |
-| `choose` | `_choose_kernel` | takes a request | writes its drafts, and what each pass of the model has added |
+| `judge_and_offer` | `_judge_kernel` | takes a request | judges its last offers by the tokens that came |
+| | | | writes the draft model's drafts |
+| | | ends last | takes the new trials over, forgets old ones, sets the chances |
+| `search_ngrams` | `_search_kernel` | takes a chain, and a share of the text | finds the end of the same n-gram |
+| `offer_chains` | `_offer_kernel` | takes a chain of a request | writes what others have found |
+| `choose` | `_choose_kernel` | takes a request | writes what followed at the ends that were found |
+| | | | writes its drafts, and what each pass of the model has added |
 | `settle_and_plan` | `_settle_kernel` | takes the batch | enters what the passes have earned, says how many pay |
 
 `proposers/_arbiter.py` is the specification. All numbers are integers, and none depends on the order of requests. So
-the results are the same bit for bit. `offer_ngrams` is `NgramMatcher` behind each number of the model's drafts, with
-one launch of each kernel for all numbers. The host reads back what `settle_and_plan` reports, when it has come. Grids
+the results are the same bit for bit. `search_ngrams` is `NgramMatcher` behind each number of the model's drafts, with
+one launch for all numbers. The host reads back what `settle_and_plan` reports, when it has come. Grids
 depend on shapes and on `longest` alone. Prices are tensors, because they change from step to step.
 """
 
 from vllm_specplus.kernels.arbiter.accounts import NUM_TOTALS, settle_and_plan
 from vllm_specplus.kernels.arbiter.choice import Chosen, choose
-from vllm_specplus.kernels.arbiter.judgement import judge_and_update
-from vllm_specplus.kernels.arbiter.offers import offer_chain, offer_model, offer_ngrams
+from vllm_specplus.kernels.arbiter.judgement import judge_and_offer
+from vllm_specplus.kernels.arbiter.offers import NgramMatches, offer_chains, search_ngrams
 from vllm_specplus.kernels.arbiter.state import State, make_state
 
 __all__ = [
     "NUM_TOTALS",
     "Chosen",
+    "NgramMatches",
     "State",
     "choose",
-    "judge_and_update",
+    "judge_and_offer",
     "make_state",
-    "offer_chain",
-    "offer_model",
-    "offer_ngrams",
+    "offer_chains",
+    "search_ngrams",
     "settle_and_plan",
 ]

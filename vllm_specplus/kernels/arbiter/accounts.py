@@ -18,7 +18,6 @@ from vllm_specplus.kernels.arbiter.state import (
     PRIOR_GAIN_TRIALS,
     SHIFT,
     State,
-    sizes_of,
 )
 from vllm_specplus.kernels.checks import check_vector, describe
 from vllm_specplus.kernels.drafts import Limits
@@ -86,11 +85,12 @@ def settle_and_plan(
         totals,
         report,
         num_reqs,
-        sizes_of(state),
+        state.sizes,
         MOST_CREDIT=most_credit,
         NUM_TOTALS=NUM_TOTALS,
         BLOCK_REQS=_BLOCK_REQS,
         BLOCK_LENGTHS=_BLOCK_LENGTHS,
+        num_warps=8,
     )
     return report
 

@@ -18,7 +18,8 @@ from vllm_specplus.kernels.arbiter.keys import (
     records_of,
     scaled,
 )
-from vllm_specplus.kernels.arbiter.state import ONE, SETTLED, SHIFT, State, sizes_of
+from vllm_specplus.kernels.arbiter.offers import NgramMatches, write_matches
+from vllm_specplus.kernels.arbiter.state import ONE, SETTLED, SHIFT, State
 from vllm_specplus.kernels.checks import check_rows, check_vector
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, make_counts, store_counts
 
@@ -48,11 +49,12 @@ def choose(
     drafts: torch.Tensor,
     by_state: DraftCounts,
     sources: torch.Tensor,
+    matches: NgramMatches | None = None,
 ) -> Chosen:
     """Choose the drafts of each request among what was offered.
 
     Args:
-        state: its `offer_positions` are changed in place.
+        state: its `offer_positions` are changed in place, and its `offers` where there are `matches`.
         num_tokens: [R] int32, known tokens of each request.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request, and no drafts.
         limits: of each request's drafts; counts as K if more.
@@ -60,6 +62,7 @@ def choose(
         drafts: [B, K] int64, takes the drafts, padded with token 0; rows may be strided.
         by_state: [R], takes the counts.
         sources: [R] int32, takes the source of the drafts that are not the model's; UNFILLED where there are none.
+        matches: are offered first, in place of the chains that `search_ngrams` was called for.
 
     Raises:
         ValueError: a tensor of another shape, dtype or layout.
@@ -78,6 +81,7 @@ def choose(
     chances = torch.empty((num_reqs, width), dtype=torch.int64, device=drafts.device)
     chosen = Chosen(make_counts(num_reqs, drafts.device), values, chances)
     if num_reqs:
+        texts, keys, num_splits, match_sizes = matches or (None, None, 0, None)
         _choose_kernel[(num_reqs,)](
             state.offers,
             state.table.chances,
@@ -93,15 +97,19 @@ def choose(
             sources,
             chosen.values,
             chosen.chances,
-            sizes_of(state),
+            texts,
+            keys,
+            num_splits,
+            match_sizes,
+            state.sizes,
             num_warps=1,
         )
     return chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _choose_kernel(
-    offers,  # Offers
+    offers,  # Offers, changed in place where there are keys
     chances_ptr,
     record,  # Record
     positions_ptr,  # changed in place
@@ -115,10 +123,17 @@ def _choose_kernel(
     sources_ptr,  # out, by request state
     values_ptr,  # out
     chances_out_ptr,  # out
+    texts,  # Texts; None without keys
+    keys_ptr,
+    num_splits,
+    match_sizes,  # MatchSizes; None without keys
     sizes,  # Sizes
 ):
     """Grid (num_reqs,)."""
     i_req = tl.program_id(0).to(tl.int64)
+    if keys_ptr is not None:
+        write_matches(texts, limits, offers, keys_ptr, num_splits, i_req, match_sizes, sizes)
+        tl.debug_barrier()  # other threads of this program read what is now written
     row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
     is_request = row >= 0
     num_tokens = tl.load(num_tokens_ptr + row, mask=is_request, other=0)

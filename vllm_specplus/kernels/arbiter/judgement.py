@@ -1,4 +1,4 @@
-"""Judges what was offered by the tokens that came, and sets the chances."""
+"""Judges what was offered by the tokens that came, sets the chances, and offers what the model drafts now."""
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
 
@@ -21,6 +21,7 @@ from vllm_specplus.kernels.arbiter.keys import (
     scaled,
 )
 from vllm_specplus.kernels.arbiter.state import (
+    ASLEEP,
     MAX_EXPECTED,
     MAX_MISSES,
     MAX_TRIALS,
@@ -32,9 +33,9 @@ from vllm_specplus.kernels.arbiter.state import (
     SETTLED,
     TRIAL,
     State,
-    sizes_of,
 )
-from vllm_specplus.kernels.checks import check_rows, check_vector
+from vllm_specplus.kernels.checks import check_rows, check_vector, describe
+from vllm_specplus.kernels.drafts import Limits, load_limit
 from vllm_specplus.kernels.sizes import next_power_of_2
 
 _BLOCK_KEYS = next_power_of_2(NUM_KEYS.value)
@@ -52,10 +53,19 @@ class _Texts(NamedTuple):
     idx_mapping_ptr: torch.Tensor
 
 
-def judge_and_update(
-    state: State, token_ids: torch.Tensor, num_tokens: torch.Tensor, idx_mapping: torch.Tensor, num_new: torch.Tensor
+def judge_and_offer(
+    state: State,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    num_new: torch.Tensor,
+    limits: Limits,
+    model_drafts: torch.Tensor,
 ) -> None:
-    """Judge the last step's offers by the tokens that have come since, take them away, and set the chances.
+    """Judge the last step's offers by the tokens that have come since, set the chances, and offer the model's drafts.
+
+    The last offers are taken away. Those of the draft model go to the requests that have not given it up and may draft;
+    for others it has made no passes.
 
     Args:
         state: changed in place.
@@ -63,15 +73,22 @@ def judge_and_update(
         num_tokens: [R] int32, known tokens of each request; counts as `max_len` if more.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
         num_new: [1] int64, gets the number of tokens that have come added to it.
+        limits: of each request's drafts.
+        model_drafts: [B, passes] int64, at most S passes, perhaps none; rows may be strided.
 
     Raises:
         ValueError: a tensor of another shape, dtype or layout.
     """
     num_reqs, max_num_reqs = idx_mapping.shape[0], state.offer_positions.shape[0]
+    num_steps, num_passes = state.offers.model.shape[1], model_drafts.shape[-1]
     check_rows("token_ids", token_ids, torch.int32)
     check_vector("num_tokens", num_tokens, max_num_reqs, torch.int32)
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
     check_vector("num_new", num_new, 1, torch.int64)
+    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
+    check_rows("model_drafts", model_drafts, torch.int64)
+    if model_drafts.shape[0] != num_reqs or num_passes > num_steps:
+        raise ValueError(f"model_drafts must be [{num_reqs}, <= {num_steps}], got {describe(model_drafts)}")
     if num_reqs:
         _judge_kernel[(num_reqs,)](
             _Texts(token_ids, token_ids.stride(0), token_ids.shape[1], num_tokens, idx_mapping),
@@ -81,13 +98,19 @@ def judge_and_update(
             state.foregone,
             state.offer_positions,
             num_new,
-            sizes_of(state),
+            state.credits,
+            limits,
+            model_drafts,
+            model_drafts.stride(0),
+            num_passes,
+            state.num_judged,
+            state.sizes,
+            BLOCK_KEYS=_BLOCK_KEYS,
             num_warps=1,
         )
-    _update_kernel[(1,)](state.table, BLOCK_KEYS=_BLOCK_KEYS, num_warps=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drafts_stride", "num_passes"])
 def _judge_kernel(
     texts,  # _Texts
     offers,  # Offers, changed in place
@@ -96,12 +119,31 @@ def _judge_kernel(
     foregone,  # Foregone, changed in place
     positions_ptr,
     num_new_ptr,  # changed in place
+    credits_ptr,
+    limits,  # Limits
+    drafts_ptr,
+    drafts_stride,
+    num_passes,
+    num_judged_ptr,  # 0 before and after
     sizes,  # Sizes
+    BLOCK_KEYS: tl.constexpr,
 ):
-    """Grid (num_reqs,)."""
-    row = tl.load(texts.idx_mapping_ptr + tl.program_id(0)).to(tl.int64)
-    if row < 0:
-        return
+    """Grid (num_reqs,). The last program to end takes over what all of them have counted."""
+    i_req = tl.program_id(0).to(tl.int64)
+    row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
+    if row >= 0:
+        _judge(texts, offers, table, record, foregone, positions_ptr, num_new_ptr, row, sizes)
+        _offer_model(offers, credits_ptr, limits, drafts_ptr + i_req * drafts_stride, num_passes, i_req, row, sizes)
+    tl.debug_barrier()  # all that this program has counted comes before its place among those that have ended
+    if tl.atomic_add(num_judged_ptr, 1) == tl.num_programs(0) - 1:
+        tl.debug_barrier()  # and what the others have counted is read after it
+        _update(table, BLOCK_KEYS)
+        tl.store(num_judged_ptr, 0)
+
+
+@triton.jit
+def _judge(texts, offers, table, record, foregone, positions_ptr, num_new_ptr, row, sizes):
+    """Judge the offers of a request, count them, and take away the chains."""
     first = tl.load(positions_ptr + row)
     num_new = tl.minimum(tl.load(texts.num_tokens_ptr + row), texts.max_len) - first
     num_new = tl.where(first == NO_OFFERS, 0, tl.maximum(num_new, 0)).to(tl.int32)
@@ -151,7 +193,18 @@ def _judge_kernel(
 
     tl.debug_barrier()  # other threads of this program may still read what is now taken away
     tl.store(offers.lengths + row * sizes.NUM_CHAINS + which, tl.zeros_like(which), mask=which < sizes.NUM_CHAINS)
-    tl.store(offers.passes + row, 0)
+
+
+@triton.jit
+def _offer_model(offers, credits_ptr, limits, p_drafts, num_passes, i_req, row, sizes):
+    """Offer the model's drafts to a request; those of the last step have been judged."""
+    # In its prompt, which has a limit of 0, the model has drafted tokens that are known.
+    is_offered = (load_limit(limits, i_req) > 0) & (tl.load(credits_ptr + row) != ASLEEP)
+    passes = tl.where(is_offered, num_passes, 0)
+    places = tl.arange(0, sizes.BLOCK_STEPS)
+    drafted = tl.load(p_drafts + places, mask=places < passes, other=0)
+    tl.store(offers.model + row * sizes.NUM_STEPS + places, drafted.to(tl.int32), mask=places < passes)
+    tl.store(offers.passes + row, passes.to(tl.int64))
 
 
 @triton.jit
@@ -237,8 +290,8 @@ def _repeats(offers, row, chains, passes, tokens, sizes):
 
 
 @triton.jit
-def _update_kernel(table, BLOCK_KEYS: tl.constexpr):
-    """Grid (1,)."""
+def _update(table, BLOCK_KEYS: tl.constexpr):
+    """Take the new trials over, forget old ones, and set the chances."""
     keys = tl.arange(0, BLOCK_KEYS)
     is_key = keys < NUM_KEYS
     new_hits = tl.load(table.new_hits + keys, mask=is_key, other=0)

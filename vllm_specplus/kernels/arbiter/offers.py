@@ -1,4 +1,4 @@
-"""Fills the arbiter's offers: the model's drafts, the n-gram match behind each number of them, any other chain."""
+"""Fills the arbiter's offers: the n-gram match behind each number of the model's drafts, and any other chains."""
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
 
@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplus.kernels.arbiter.state import ASLEEP, State, sizes_of
+from vllm_specplus.kernels.arbiter.state import State
 from vllm_specplus.kernels.checks import check_rows, check_vector, describe
-from vllm_specplus.kernels.drafts import Limits, load_limit
+from vllm_specplus.kernels.drafts import Limits
 from vllm_specplus.kernels.ngram import (
     Texts,
     best_of_block,
@@ -23,137 +23,127 @@ from vllm_specplus.kernels.ngram import (
 from vllm_specplus.kernels.sizes import next_power_of_2
 
 
-def offer_model(state: State, idx_mapping: torch.Tensor, limits: Limits, model_drafts: torch.Tensor) -> None:
-    """Offer the draft model's drafts to the requests that have not given it up and may draft.
-
-    Args:
-        state: `offers.model` and `offers.passes` are changed in place, but not of a request that may not draft; one
-            that is asleep has made no passes.
-        idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
-        limits: of each request's drafts.
-        model_drafts: [B, passes] int64, at most S passes, perhaps none; rows may be strided.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype or layout.
-    """
-    num_reqs, num_steps = idx_mapping.shape[0], state.offers.model.shape[1]
-    check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
-    check_rows("model_drafts", model_drafts, torch.int64)
-    num_passes = model_drafts.shape[1]
-    if model_drafts.shape[0] != num_reqs or num_passes > num_steps:
-        raise ValueError(f"model_drafts must be [{num_reqs}, <= {num_steps}], got {describe(model_drafts)}")
-    if num_reqs:
-        _offer_model_kernel[(num_reqs,)](
-            state.offers,
-            state.credits,
-            idx_mapping,
-            limits,
-            model_drafts,
-            model_drafts.stride(0),
-            num_passes,
-            sizes_of(state),
-            num_warps=1,
-        )
-
-
-@triton.jit(do_not_specialize=["drafts_stride", "num_passes"])
-def _offer_model_kernel(
-    offers,  # Offers, changed in place
-    credits_ptr,
-    idx_mapping_ptr,
-    limits,  # Limits
-    drafts_ptr,
-    drafts_stride,
-    num_passes,
-    sizes,  # Sizes
-):
-    """Grid (num_reqs,)."""
-    i_req = tl.program_id(0).to(tl.int64)
-    row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
-    # In its prompt, which has a limit of 0, the model has drafted tokens that are known.
-    is_offered = (row >= 0) & (load_limit(limits, i_req) > 0)
-    credits = tl.load(credits_ptr + row, mask=is_offered, other=ASLEEP)
-    passes = tl.where(credits != ASLEEP, num_passes, 0)
-    places = tl.arange(0, sizes.BLOCK_STEPS)
-    drafted = tl.load(drafts_ptr + i_req * drafts_stride + places, mask=places < passes, other=0)
-    tl.store(offers.model + row * sizes.NUM_STEPS + places, drafted.to(tl.int32), mask=places < passes)
-    tl.store(offers.passes + row, passes.to(tl.int64), mask=is_offered)
-
-
-def offer_chain(
+def offer_chains(
     state: State,
-    chain: int,
     idx_mapping: torch.Tensor,
     token_ids: torch.Tensor,
     lengths: torch.Tensor,
     agreed: torch.Tensor,
+    *,
+    first_chain: int = 0,
+    chains_per_start: int = 1,
 ) -> None:
-    """Offer a chain to each request.
+    """Offer chains that somebody else has made, N to each request.
 
     Args:
         state: `chains`, `lengths` and `agreed` of its `offers` are changed in place.
-        chain: its index among the chains that the state was made for.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
-        token_ids: [B, <= K] int32 or int64; rows may be strided, and what stands behind a chain's end is not read.
-        lengths: [B] int32, tokens of each request's chain, counting as 0 if negative and as all columns if more.
-        agreed: [B] int32, how many tokens before it agree; 0 = it is a guess.
+        token_ids: [N, B, <= K] int32 or int64; may be strided but for the last dimension, and what stands behind a
+            chain's end is not read.
+        lengths: [N, B] int32, tokens of each chain, counting as 0 if negative and as all columns if more.
+        agreed: [N, B] int32, how many tokens before it agree; 0 = it is a guess.
+        first_chain: the index of the first of them among the chains that the state was made for.
+        chains_per_start: from there, the distance of the second, and so on.
 
     Raises:
         ValueError: there is no such chain, or a tensor of another shape, dtype or layout.
     """
-    num_reqs = idx_mapping.shape[0]
-    _, num_chains, width = state.offers.chains.shape
-    if not 0 <= chain < num_chains:
-        raise ValueError(f"chain={chain} must lie between 0 and {num_chains - 1}")
+    num_reqs, num_offered = idx_mapping.shape[0], len(token_ids)
+    width = state.offers.chains.shape[2]
+    _check_chains(state, first_chain, chains_per_start, num_offered)
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_rows("token_ids", token_ids, torch.int64 if token_ids.dtype == torch.int64 else torch.int32)
-    if token_ids.shape[0] != num_reqs or token_ids.shape[1] > width:
-        raise ValueError(f"token_ids must be [{num_reqs}, <= {width}], got {describe(token_ids)}")
-    check_vector("lengths", lengths, num_reqs, torch.int32)
-    check_vector("agreed", agreed, num_reqs, torch.int32)
-    if num_reqs:
-        _offer_chain_kernel[(num_reqs,)](
+    is_dense = token_ids.ndim == 3 and (token_ids.shape[2] <= 1 or token_ids.stride(2) == 1)
+    if not is_dense or token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"token_ids must be int32 or int64, 3-D, with contiguous rows, got {describe(token_ids)}")
+    if token_ids.shape[1] != num_reqs or token_ids.shape[2] > width:
+        raise ValueError(f"token_ids must be [{num_offered}, {num_reqs}, <= {width}], got {describe(token_ids)}")
+    for name, numbers in (("lengths", lengths), ("agreed", agreed)):
+        if numbers.shape != (num_offered, num_reqs) or numbers.dtype != torch.int32 or not numbers.is_contiguous():
+            shape = num_offered, num_reqs
+            raise ValueError(f"{name} must be contiguous int32 of {shape}, got {describe(numbers)}")
+    if num_reqs and num_offered:
+        _offer_kernel[(num_reqs, num_offered)](
             state.offers,
             idx_mapping,
             token_ids,
             token_ids.stride(0),
-            token_ids.shape[1],
+            token_ids.stride(1),
+            token_ids.shape[2],
             lengths,
             agreed,
-            chain,
-            sizes_of(state),
+            first_chain,
+            chains_per_start,
+            state.sizes,
             num_warps=1,
         )
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "num_columns", "chain"])
-def _offer_chain_kernel(
+def _check_chains(state: State, first_chain: int, chains_per_start: int, number: int) -> None:
+    """Raise ValueError where these name `number` chains that are not all there."""
+    num_chains = state.offers.chains.shape[1]
+    if first_chain < 0 or chains_per_start < 1 or first_chain + (number - 1) * chains_per_start >= num_chains:
+        raise ValueError(
+            f"first_chain={first_chain} and chains_per_start={chains_per_start} must name {number} of the "
+            f"{num_chains} chains"
+        )
+
+
+@triton.jit(do_not_specialize=["chain_stride", "request_stride", "num_columns", "first_chain", "chains_per_start"])
+def _offer_kernel(
     offers,  # Offers, changed in place
     idx_mapping_ptr,
     tokens_ptr,
-    tokens_stride,
+    chain_stride,
+    request_stride,
     num_columns,
     lengths_ptr,
     agreed_ptr,
-    chain,
+    first_chain,
+    chains_per_start,
     sizes,  # Sizes
 ):
-    """Grid (num_reqs,)."""
+    """Grid (num_reqs, N)."""
     i_req = tl.program_id(0).to(tl.int64)
+    i_chain = tl.program_id(1)
     row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
-    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + i_req), 0), num_columns)
+    i_given = i_chain * tl.num_programs(0) + i_req
+    length = tl.minimum(tl.maximum(tl.load(lengths_ptr + i_given), 0), num_columns)
     length = tl.where(row >= 0, length, 0)
-    at = row * sizes.NUM_CHAINS + chain
+    at = row * sizes.NUM_CHAINS + first_chain + i_chain * chains_per_start
     slots = tl.arange(0, sizes.BLOCK_WIDTH)
     is_token = slots < length
-    tokens = tl.load(tokens_ptr + i_req * tokens_stride + slots, mask=is_token, other=0)
+    p_tokens = tokens_ptr + i_chain * chain_stride + i_req * request_stride
+    tokens = tl.load(p_tokens + slots, mask=is_token, other=0)
     tl.store(offers.chains + at * sizes.WIDTH + slots, tokens.to(tl.int32), mask=is_token)
     tl.store(offers.lengths + at, length, mask=row >= 0)
-    tl.store(offers.agreed + at, tl.load(agreed_ptr + i_req), mask=row >= 0)
+    tl.store(offers.agreed + at, tl.load(agreed_ptr + i_given), mask=row >= 0)
 
 
-def offer_ngrams(
+class MatchSizes(NamedTuple):
+    """Constants of a search; see the arguments of `search_ngrams`. Those named BLOCK are powers of 2."""
+
+    TAKES_FIRST: tl.constexpr
+    FIRST_CHAIN: tl.constexpr
+    CHAINS_PER_START: tl.constexpr
+    MATCH_LEN_CAP: tl.constexpr
+    BLOCK: tl.constexpr  # ends that a program tests at a time
+    BLOCK_CAP: tl.constexpr
+    BLOCK_SPLITS: tl.constexpr  # of at least the most programs that share a text
+
+
+class NgramMatches(NamedTuple):
+    """What `search_ngrams` has found. `choose` makes chains of it.
+
+    keys: [B, S + 1, num_splits] int64, of each share of the text; see `kernels/ngram.py`.
+    """
+
+    texts: Texts
+    keys: torch.Tensor
+    num_splits: int
+    sizes: MatchSizes
+
+
+def search_ngrams(
     state: State,
     token_ids: torch.Tensor,
     num_tokens: torch.Tensor,
@@ -167,14 +157,14 @@ def offer_ngrams(
     first_chain: int = 0,
     chains_per_start: int = 1,
     longest: int | None = None,
-) -> None:
-    """Offer what followed the same n-gram earlier: a chain behind each number of the model's drafts, from 0 to S.
+) -> NgramMatches:
+    """Find where the same n-gram ended earlier, behind each number of the model's drafts, from 0 to S.
 
-    It comes after `offer_model`. The chain behind j drafts is what `NgramMatcher` finds for the request's tokens and
-    these drafts. Where the model has made fewer passes, the chain is empty.
+    It comes after `judge_and_offer`. The chain behind j drafts is what `NgramMatcher` finds for the request's tokens
+    and these drafts. Where the model has made fewer passes, the chain is empty.
 
     Args:
-        state: `chains`, `lengths` and `agreed` of its `offers` are changed in place.
+        state: what the model has drafted.
         token_ids: [R, max_len] int32, the requests' tokens; rows may be strided.
         num_tokens: [R] int32, known tokens of each request; counts as `max_len` if more.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
@@ -191,69 +181,35 @@ def offer_ngrams(
         ValueError: a size or index out of range, or a tensor of another shape, dtype or layout.
     """
     num_reqs, max_len = idx_mapping.shape[0], token_ids.shape[1]
-    max_num_reqs, num_chains, width = state.offers.chains.shape
+    max_num_reqs, _, width = state.offers.chains.shape
     num_starts = state.offers.model.shape[1] + 1
     check_search(min_ngram_size, max_ngram_size, max_len, width)
-    last_chain = first_chain + (num_starts - 1) * chains_per_start
-    if first_chain < 0 or chains_per_start < 1 or last_chain >= num_chains:
-        raise ValueError(
-            f"first_chain={first_chain} and chains_per_start={chains_per_start} must name {num_starts} of the "
-            f"{num_chains} chains"
-        )
+    _check_chains(state, first_chain, chains_per_start, num_starts)
     check_rows("token_ids", token_ids, torch.int32)
     check_vector("num_tokens", num_tokens, max_num_reqs, torch.int32)
     check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
     check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
-    if not num_reqs:
-        return
 
     num_splits, most_splits, block = split_text(max_len, longest)
     keys = torch.empty((num_reqs, num_starts, num_splits), dtype=torch.int64, device=token_ids.device)
     texts = Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping)
-    sizes, same = sizes_of(state), {"BLOCK": block, "TAKES_FIRST": takes_first}
-    _search_kernel[(num_reqs, num_splits, num_starts)](
-        texts, limits, state.offers, keys, num_splits, sizes, MIN_SIZE=min_ngram_size, MAX_SIZE=max_ngram_size, **same
-    )
-    match_len_cap = max(match_len_cap, max_ngram_size)
-    _fill_kernel[(num_reqs, num_starts)](
-        texts,
-        limits,
-        state.offers,
-        keys,
-        num_splits,
-        sizes,
-        FIRST_CHAIN=first_chain,
-        CHAINS_PER_START=chains_per_start,
-        MATCH_LEN_CAP=match_len_cap,
-        BLOCK_CAP=next_power_of_2(match_len_cap),
-        BLOCK_SPLITS=next_power_of_2(most_splits),
-        num_warps=1,
-        **same,
-    )
-
-
-class _Tail(NamedTuple):
-    """A request's tokens and some of the model's drafts, whose end is looked for."""
-
-    p_text: tl.tensor
-    p_drafts: tl.tensor
-    num_tokens: tl.tensor
-    end: tl.tensor  # tokens and drafts
-    room: tl.tensor  # for drafts behind them; 0 if there are fewer drafts of the model, or no request
-
-
-@triton.jit
-def _load_tail(texts, limits, offers, i_req, start, sizes):
-    """The `_Tail` of a request and `start` drafts of the model."""
-    row, num_tokens, limit = load_request(texts, limits, i_req, sizes.WIDTH)
-    passes = tl.load(offers.passes + row)
-    return _Tail(
-        texts.ptr + row * texts.stride,
-        offers.model + row * sizes.NUM_STEPS,
-        num_tokens,
-        num_tokens + start,
-        tl.where(start <= passes, tl.maximum(limit - start, 0), 0),
-    )
+    if num_reqs:
+        _search_kernel[(num_reqs, num_splits, num_starts)](
+            texts,
+            limits,
+            state.offers,
+            keys,
+            num_splits,
+            state.sizes,
+            BLOCK=block,
+            TAKES_FIRST=takes_first,
+            MIN_SIZE=min_ngram_size,
+            MAX_SIZE=max_ngram_size,
+        )
+    cap = max(match_len_cap, max_ngram_size)
+    blocks = block, next_power_of_2(cap), next_power_of_2(most_splits)
+    sizes = MatchSizes(*map(tl.constexpr, (takes_first, first_chain, chains_per_start, cap, *blocks)))
+    return NgramMatches(texts, keys, num_splits, sizes)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -273,26 +229,26 @@ def _search_kernel(
     i_req = tl.program_id(0).to(tl.int64)
     i_split = tl.program_id(1)
     start = tl.program_id(2)
-    tail = _load_tail(texts, limits, offers, i_req, start, sizes)
-    num_blocks = tl.cdiv(tail.end - 1, BLOCK)
-    if (i_split >= num_blocks) | (tail.room == 0):
+    row, num_tokens, limit = load_request(texts, limits, i_req, sizes.WIDTH)
+    p_text, p_drafts, end = texts.ptr + row * texts.stride, offers.model + row * sizes.NUM_STEPS, num_tokens + start
+    num_blocks = tl.cdiv(end - 1, BLOCK)
+    if (i_split >= num_blocks) | (_rooms(limit, start, tl.load(offers.passes + row)) == 0):
         return
 
-    last = load_tokens(tail.p_text, tail.p_drafts, tail.end - 1, tail.num_tokens, tail.end > 0, sizes.NUM_STEPS)
+    last = load_tokens(p_text, p_drafts, end - 1, num_tokens, end > 0, sizes.NUM_STEPS)
     best = tl.full((), 0, tl.int64)
     for i_block in range(i_split, num_blocks, num_splits):
         ends = i_block * BLOCK + 1 + tl.arange(0, BLOCK)
-        is_end = ends < tail.end
-        tokens = load_tokens(tail.p_text, tail.p_drafts, ends - 1, tail.num_tokens, is_end, sizes.NUM_STEPS)
+        tokens = load_tokens(p_text, p_drafts, ends - 1, num_tokens, ends < end, sizes.NUM_STEPS)
         best = best_of_block(
             best,
-            tail.p_text,
-            tail.p_drafts,
+            p_text,
+            p_drafts,
             ends,
             tokens,
-            tail.end,
+            end,
             last,
-            tail.num_tokens,
+            num_tokens,
             MIN_SIZE,
             MAX_SIZE,
             sizes.NUM_STEPS,
@@ -301,53 +257,54 @@ def _search_kernel(
     tl.store(keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + start) * num_splits + i_split, best)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _fill_kernel(
+@triton.jit
+def write_matches(
     texts,  # Texts
     limits,  # Limits
     offers,  # Offers, changed in place
     keys_ptr,
     num_splits,
+    i_req,
+    match_sizes,  # MatchSizes
     sizes,  # Sizes
-    BLOCK: tl.constexpr,
-    TAKES_FIRST: tl.constexpr,
-    FIRST_CHAIN: tl.constexpr,
-    CHAINS_PER_START: tl.constexpr,
-    MATCH_LEN_CAP: tl.constexpr,
-    BLOCK_CAP: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
 ):
-    """Grid (num_reqs, S + 1)."""
-    i_req = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1)
-    row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
-    if row < 0:
-        return
-    tail = _load_tail(texts, limits, offers, i_req, start, sizes)
+    """Write a request's chains: what followed at the best end of each of its searches."""
+    row, num_tokens, limit = load_request(texts, limits, i_req, sizes.WIDTH)
+    is_request = tl.load(texts.idx_mapping_ptr + i_req) >= 0
+    p_text, p_drafts = texts.ptr + row * texts.stride, offers.model + row * sizes.NUM_STEPS
+    starts = tl.arange(0, sizes.BLOCK_STEPS)
+    ends = num_tokens + starts
+    rooms = _rooms(limit, starts, tl.load(offers.passes + row))
 
-    # Only keys that this call's searches have written: their programs may return early.
-    splits = tl.arange(0, BLOCK_SPLITS)
-    num_written = tl.minimum(tl.cdiv(tail.end - 1, BLOCK), num_splits)
-    is_read = splits < tl.where(tail.room > 0, num_written, 0)
-    p_keys = keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + start) * num_splits
-    found = end_of_key(tl.max(tl.load(p_keys + splits, mask=is_read, other=0), axis=0), TAKES_FIRST)
-    length = tl.where(found > 0, tail.room, 0)
+    # Only keys that this step's searches have written: their programs may return early.
+    splits = tl.arange(0, match_sizes.BLOCK_SPLITS)[None, :]
+    num_written = tl.minimum(tl.cdiv(ends - 1, match_sizes.BLOCK), num_splits)
+    is_read = splits < tl.where(rooms > 0, num_written, 0)[:, None]
+    p_keys = keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + starts[:, None]) * num_splits
+    found = end_of_key(tl.max(tl.load(p_keys + splits, mask=is_read, other=0), axis=1), match_sizes.TAKES_FIRST)
+    lengths = tl.where(found > 0, rooms, 0)
 
-    # At the end of the tail the copy goes on with the tokens it has copied.
-    slots = tl.arange(0, sizes.BLOCK_WIDTH)
-    is_token = slots < length
-    copied = found + slots % tl.maximum(tail.end - found, 1)
-    tokens = load_tokens(tail.p_text, tail.p_drafts, copied, tail.num_tokens, is_token, sizes.NUM_STEPS)
+    # Behind the last token the copy goes on with the tokens it has copied.
+    slots = tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
+    is_token = slots < lengths[:, None]
+    copied = found[:, None] + slots % tl.maximum(ends - found, 1)[:, None]
+    tokens = load_tokens(p_text, p_drafts, copied, num_tokens, is_token, sizes.NUM_STEPS)
 
-    back = tl.arange(0, BLOCK_CAP)
-    at = found - 1 - back
-    is_compared = back < tl.minimum(found, MATCH_LEN_CAP)
-    earlier = load_tokens(tail.p_text, tail.p_drafts, at, tail.num_tokens, is_compared, sizes.NUM_STEPS)
-    at += tail.end - found
-    late = load_tokens(tail.p_text, tail.p_drafts, at, tail.num_tokens, is_compared, sizes.NUM_STEPS)
-    agreed = tl.min(tl.where(is_compared & (earlier == late), BLOCK_CAP, back), axis=0)
+    back = tl.arange(0, match_sizes.BLOCK_CAP)[None, :]
+    at = found[:, None] - 1 - back
+    is_compared = back < tl.minimum(found, match_sizes.MATCH_LEN_CAP)[:, None]
+    earlier = load_tokens(p_text, p_drafts, at, num_tokens, is_compared, sizes.NUM_STEPS)
+    late = load_tokens(p_text, p_drafts, at + (ends - found)[:, None], num_tokens, is_compared, sizes.NUM_STEPS)
+    agreed = tl.min(tl.where(is_compared & (earlier == late), match_sizes.BLOCK_CAP, back), axis=1)
 
-    chain = row * sizes.NUM_CHAINS + FIRST_CHAIN + start * CHAINS_PER_START
-    tl.store(offers.chains + chain * sizes.WIDTH + slots, tokens, mask=is_token)
-    tl.store(offers.lengths + chain, length)
-    tl.store(offers.agreed + chain, agreed)
+    chains = row * sizes.NUM_CHAINS + match_sizes.FIRST_CHAIN + starts * match_sizes.CHAINS_PER_START
+    is_chain = starts < tl.where(is_request, sizes.NUM_STEPS + 1, 0)
+    tl.store(offers.chains + chains[:, None] * sizes.WIDTH + slots, tokens, mask=is_token)
+    tl.store(offers.lengths + chains, lengths, mask=is_chain)
+    tl.store(offers.agreed + chains, agreed, mask=is_chain)
+
+
+@triton.jit
+def _rooms(limit, starts, passes):
+    """How many tokens each chain may have behind `starts` drafts: 0 if the model has made fewer passes."""
+    return tl.where(starts <= passes, tl.maximum(limit - starts, 0), 0)

@@ -92,24 +92,6 @@ class Foregone(NamedTuple):
     chances: torch.Tensor
 
 
-class State(NamedTuple):
-    """All that lasts from step to step. Tensors are contiguous; see `make_state`.
-
-    offers: written by the sources between `judge_and_update` and `choose`.
-    offer_positions: [R] int64, where in its text each request's offers begin; NO_OFFERS: there are none.
-    credits: [R] int64 in the time of a step; ASLEEP for a request that has given the draft model up.
-    """
-
-    offers: Offers
-    table: Table
-    record: Record
-    gains: Gains
-    foregone: Foregone
-    offer_positions: torch.Tensor
-    credits: torch.Tensor
-    is_blind: bool
-
-
 class Sizes(NamedTuple):
     """Constants; those named BLOCK are powers of 2.
 
@@ -123,6 +105,27 @@ class Sizes(NamedTuple):
     BLOCK_STEPS: tl.constexpr  # of more than NUM_STEPS
     BLOCK_WIDTH: tl.constexpr
     IS_BLIND: tl.constexpr
+
+
+class State(NamedTuple):
+    """All that lasts from step to step. Tensors are contiguous; see `make_state`.
+
+    offers: written by the sources between `judge_and_offer` and `choose`.
+    offer_positions: [R] int64, where in its text each request's offers begin; NO_OFFERS: there are none.
+    credits: [R] int64 in the time of a step; ASLEEP for a request that has given the draft model up.
+    num_judged: [1] int32, programs of a running `judge_and_offer` that have counted; 0 between the calls.
+    sizes: as the kernels are compiled for them.
+    """
+
+    offers: Offers
+    table: Table
+    record: Record
+    gains: Gains
+    foregone: Foregone
+    offer_positions: torch.Tensor
+    credits: torch.Tensor
+    num_judged: torch.Tensor
+    sizes: Sizes
 
 
 def make_state(
@@ -170,12 +173,8 @@ def make_state(
     gains = Gains(sums, gain_trials, told_sums, told_trials, zeros(NUM_LENGTHS.value))
     foregone = Foregone(zeros(max_num_reqs) + NO_PASS.value, zeros(max_num_reqs))
     offer_positions = zeros(max_num_reqs) + NO_OFFERS.value
-    return State(offers, table, record, gains, foregone, offer_positions, zeros(max_num_reqs), is_blind)
-
-
-def sizes_of(state: State) -> Sizes:
-    """The sizes of a state, as its kernels are compiled for them."""
-    _, num_chains, width = state.offers.chains.shape
-    num_steps = state.offers.model.shape[1]
-    blocks = [next_power_of_2(size) for size in (max(num_chains, 1), num_steps + 1, width)]
-    return Sizes(*map(tl.constexpr, (num_chains, num_steps, width, *blocks, state.is_blind)))
+    numbers = num_chains, num_model_steps, num_speculative_tokens
+    blocks = [next_power_of_2(size) for size in (max(num_chains, 1), num_model_steps + 1, num_speculative_tokens)]
+    sizes = Sizes(*map(tl.constexpr, (*numbers, *blocks, is_blind)))
+    num_judged = zeros(1, dtype=torch.int32)
+    return State(offers, table, record, gains, foregone, offer_positions, zeros(max_num_reqs), num_judged, sizes)

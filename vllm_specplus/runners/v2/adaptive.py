@@ -134,11 +134,14 @@ class AdaptiveFiller(SlotFiller):
             self._suffix.reset()
 
     def warm_up(self) -> None:
-        """Launch once the kernel that offers the chain of a reference, for no request."""
+        """Launch what offers a reference's chain, and what chooses in a step without drafts, for no request."""
         nobody = torch.full((1,), -1, dtype=torch.int64, device=self._device)
         none = torch.zeros(1, dtype=torch.int32, device=self._device)
-        token_ids = nobody.new_zeros(1, self._arguments["num_speculative_tokens"])
-        kernels.offer_chain(self._state, self._reference_chain, nobody, token_ids, none, none)
+        drafts = nobody.new_zeros(1, self._arguments["num_speculative_tokens"])
+        self._offer_reference(nobody, drafts, none, none)
+        price = nobody.new_zeros(1)
+        num_tokens, fill_source = self._req_states.total_len.gpu, self._requests.fill_source
+        kernels.choose(self._state, num_tokens, nobody, Limits(none, none), price, drafts, self._by_state, fill_source)
 
     def begin(self, req_id: str, index: int) -> None:
         """Make room for a request that takes a place among the request states; one that comes back has its credit."""
@@ -207,12 +210,11 @@ class AdaptiveFiller(SlotFiller):
         arrival: Arrival | None,
     ) -> DraftCounts:
         """See `SlotFiller.fill`."""
-        self._judge(input_batch)
-        self._offer_model(input_batch, model_drafts, limits)
-        state, idx_mapping = self._state, input_batch.idx_mapping
+        self._judge(input_batch, model_drafts, limits)
+        idx_mapping, matches = input_batch.idx_mapping, None
         if NGRAM in self._matching:
-            kernels.offer_ngrams(
-                state,
+            matches = kernels.search_ngrams(
+                self._state,
                 self._req_states.all_token_ids.gpu,
                 self._req_states.total_len.gpu,
                 idx_mapping,
@@ -226,15 +228,14 @@ class AdaptiveFiller(SlotFiller):
                 longest=longest_text(input_batch) + model_drafts.shape[1],
             )
         if self._suffix is not None:
-            num_passes = model_drafts.shape[1]
-            for start, chain in enumerate(self._suffix.chains(input_batch, num_passes, limits, arrival)):
-                which = start * len(self._matching) + self._matching.index(SUFFIX)
-                kernels.offer_chain(state, which, idx_mapping, *chain)
+            chains = self._suffix.chains(input_batch, model_drafts.shape[1], limits, arrival)
+            where = {"first_chain": self._matching.index(SUFFIX), "chains_per_start": len(self._matching)}
+            kernels.offer_chains(self._state, idx_mapping, *chains, **where)
         reference = self._requests.continue_references(input_batch, limits)
         if reference is not None:
-            kernels.offer_chain(state, self._reference_chain, idx_mapping, *reference)
+            self._offer_reference(idx_mapping, *reference)
 
-        chosen = self._choose(input_batch, drafts, limits)
+        chosen = self._choose(input_batch, drafts, limits, matches)
         self._settle(input_batch, chosen.values, limits)
         if self._confidences is not None:
             torch.div(chosen.chances, ONE.value, out=self._confidences[: len(chosen.chances)])
@@ -249,25 +250,34 @@ class AdaptiveFiller(SlotFiller):
         arrival: Arrival | None,
     ) -> None:
         """See `SlotFiller.skip`; the model's passes earn nothing in such a step, but are paid for."""
-        self._judge(input_batch)
         # Requests that have left their prompts could draft.
         decoding = limits._replace(max_drafts_ptr=torch.ones_like(limits.max_drafts_ptr))
-        self._offer_model(input_batch, model_drafts, decoding)
+        self._judge(input_batch, model_drafts, decoding)
         if self._suffix is not None:
             self._suffix.skip(input_batch, drafts, model_drafts, limits, arrival)
         chosen = self._choose(input_batch, drafts, limits)
         self._settle(input_batch, chosen.values, decoding)
 
-    def _judge(self, input_batch: Any) -> None:
-        """Judge the offers of the last step by the tokens that have come."""
+    def _judge(self, input_batch: Any, model_drafts: torch.Tensor, limits: Limits) -> None:
+        """Judge the offers of the last step by the tokens that have come, and offer the model's drafts."""
         texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu
-        kernels.judge_and_update(self._state, *texts, input_batch.idx_mapping, self._totals[:1])
+        num_new = self._totals[:1]
+        kernels.judge_and_offer(self._state, *texts, input_batch.idx_mapping, num_new, limits, model_drafts)
 
-    def _offer_model(self, input_batch: Any, model_drafts: torch.Tensor, limits: Limits) -> None:
-        if model_drafts.shape[1]:
-            kernels.offer_model(self._state, input_batch.idx_mapping, limits, model_drafts)
+    def _offer_reference(
+        self, idx_mapping: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor, agreed: torch.Tensor
+    ) -> None:
+        """Offer one chain to each request: see `RequestTracker.continue_references`."""
+        chains = token_ids[None], lengths[None], agreed[None]
+        kernels.offer_chains(self._state, idx_mapping, *chains, first_chain=self._reference_chain)
 
-    def _choose(self, input_batch: Any, drafts: torch.Tensor, limits: Limits) -> kernels.Chosen:
+    def _choose(
+        self,
+        input_batch: Any,
+        drafts: torch.Tensor,
+        limits: Limits,
+        matches: kernels.NgramMatches | None = None,
+    ) -> kernels.Chosen:
         return kernels.choose(
             self._state,
             self._req_states.total_len.gpu,
@@ -277,6 +287,7 @@ class AdaptiveFiller(SlotFiller):
             drafts,
             self._by_state,
             self._requests.fill_source,
+            matches,
         )
 
     def _settle(self, input_batch: Any, values: torch.Tensor, limits: Limits) -> None:

@@ -5,7 +5,6 @@ the step before. It forecasts what comes after them, far enough to reach past th
 agrees with them, the device continues it behind them (`kernels.drafts.continue_forecasts`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -102,7 +101,7 @@ class SuffixFiller(SlotFiller):
 
     def chains(
         self, input_batch: Any, num_passes: int, limits: Limits, arrival: Arrival | None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the trees say behind each number of the model's drafts: 0, 1, ..., `num_passes`.
 
         With asynchronous scheduling only what they say behind none of them: the others have not come to the host.
@@ -111,25 +110,29 @@ class SuffixFiller(SlotFiller):
             input_batch, limits, arrival: as for `fill`.
             num_passes: drafts that the model made for each request.
 
-        Yields:
-            [B, <= K] tokens, [B] int32 their number, [B] int32 how many tokens before them agree.
+        Returns:
+            [N, B, K] tokens, [N, B] int32 their number, [N, B] int32 how many tokens before them agree.
         """
         self._take_in(arrival)
         history = self._history(input_batch)
         if self._copier.is_async:
             match = self._matcher.match(history, None, np.full(len(history.req_ids), self._copier.reach, np.int32))
-            yield self._copier.continue_chains(input_batch, match.token_ids, match.num_tokens, match.match_len, limits)
-            return
+            found = self._copier.continue_chains(
+                input_batch, match.token_ids, match.num_tokens, match.match_len, limits
+            )
+            return found[0][None], found[1][None], found[2][None]
         assert arrival is not None
         max_drafts = arrival.rows[:, 1]
         model_drafts = arrival.rows[:, arrival.rows.shape[1] - num_passes :]
+        token_ids = np.zeros((num_passes + 1, len(max_drafts), max(max_drafts.max(), 1)), np.int32)
+        num_tokens, agreed = np.zeros((2, *token_ids.shape[:2]), np.int32)
         for start in range(num_passes + 1):
             drafts_before = model_drafts[:, :start] if start else None
             match = self._matcher.match(history, drafts_before, np.maximum(max_drafts - start, 0))
-            tokens, num_tokens, match_len = self._copier.pack_to_device(
-                match.token_ids, match.num_tokens, match.match_len
-            )
-            yield tokens, num_tokens, match_len
+            token_ids[start, :, : match.token_ids.shape[1]] = match.token_ids
+            num_tokens[start], agreed[start] = match.num_tokens, match.match_len
+        tokens, *counts = self._copier.pack_to_device(token_ids, num_tokens, agreed)
+        return tokens, counts[0], counts[1]
 
     def _take_in(self, arrival: Arrival | None) -> None:
         """Add the last tokens of requests that have finished, and drop the state of those that have gone."""
