@@ -32,7 +32,7 @@ def test_each_part_is_measured(tmp_path: Path) -> None:
     assert set(cells) == verification | {("filling", method, 0.0) for method in ("append", "adaptive")}
     # As tests/e2e/v2/test_step_launches.py counts them.
     assert cells["verification", "rejection", 0.8]["kernels"] == 5
-    assert cells["filling", "adaptive", 0.0]["kernels"] == 8
+    assert cells["filling", "adaptive", 0.0]["kernels"] == 4
     assert all(0 < t["lower_quartile_us"] <= t["median_us"] <= t["upper_quartile_us"] for t in cells.values())
     assert len(report["goals"]) == 4
 

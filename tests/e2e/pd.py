@@ -229,9 +229,12 @@ def check_fields(pd: Pd, text: str) -> None:
     assert predicted.choices[0].text == text
     assert predicted.usage.completion_tokens_details.accepted_prediction_tokens > NUM_TOKENS // 2
     assert predicted.aux_info["output_len"] == NUM_TOKENS
-    advised = pd.complete(PROMPTS[0], extra_body={"vllm_xargs": {"sp_advice_prompt": text, "spec_tokens": 3}})
+    asked = {"sp_advice_prompt": text, "spec_tokens": 3}
+    advised = pd.complete(PROMPTS[0], extra_body={"vllm_xargs": asked, "aux_info": True})
     assert advised.choices[0].text == text
     assert advised.usage.completion_tokens_details.accepted_prediction_tokens > NUM_TOKENS // 2
+    # A step gives one token more than it has drafts.
+    assert NUM_TOKENS // 4 <= advised.aux_info["iter_count"] < NUM_TOKENS // 2
     without = pd.complete(PROMPTS[0], extra_body={"spec_tokens": 0, "aux_info": True})
     assert (without.choices[0].text, without.aux_info["iter_count"]) == (text, NUM_TOKENS)
     chunks = list(pd.complete(PROMPTS[0], stream=True, extra_body={"prediction": prediction}))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import PROMPTS, engine, speculative
+from tests.e2e.engines import PROMPTS, engine, speculative, target
 from tests.e2e.parallel import (
     COMMON_PLACES,
     PROMPTS_OF_FAULTS,
@@ -64,13 +64,16 @@ def test_all_workers_draft_alike(proposer: str, shares_prices: bool, trained: Pa
             marks=pytest.mark.slow,
         ),
         pytest.param("naive", {"verify_strategy": "topp"}, marks=pytest.mark.slow),
+        pytest.param("eagle_ngram", {"verify_strategy": "target_match"}, marks=pytest.mark.slow),
+        pytest.param("draft_model_ngram", {"verify_strategy": "rejection", "adaptive": True}, marks=pytest.mark.slow),
     ],
 )
-def test_all_workers_choose_alike(proposer: str, more: dict[str, Any], trained: Path, draft: Path) -> None:
+def test_all_workers_choose_alike(proposer: str, more: dict[str, Any], tiny: Path, trained: Path, draft: Path) -> None:
     """Each worker verifies for itself: with references and without, greedy, with a seed, and without one."""
-    with engine(trained) as e:
+    model = target(proposer, tiny, trained)
+    with engine(model) as e:
         texts = e.tokens(PROMPTS[:4])
-    with engine(trained, config_of(proposer, draft, **more), **TWO) as e:
+    with engine(model, config_of(proposer, draft, **more), **TWO) as e:
         check_all_workers_alike(e, texts, max_tokens=48)
 
 

@@ -99,6 +99,14 @@ def test_predictions_by_both_replicas(served: Server, text: str) -> None:
     assert min(drafted) > 0
 
 
+def test_the_hybrid_drafts_without_a_prediction(served: Server, text: str) -> None:
+    for _ in range(NUM_REQUESTS):
+        assert complete(served).choices[0].text == text
+    totals = [json.loads(served.get("/specplus/stats"))["totals"] for _ in range(NUM_REQUESTS)]
+    for source in ("model", "ngram"):
+        assert max(each[source]["drafted"] for each in totals) > 0, source
+
+
 def test_a_stream(served: Server, text: str) -> None:
     prediction = {"type": "content", "content": text}
     chunks = list(complete(served, stream=True, extra_body={"prediction": prediction}))
@@ -118,7 +126,7 @@ def test_a_chat_with_a_prediction(served: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("spec_tokens", "many"), ("prediction", {"type": "content", "content": 5})]
+    ("field", "value"), [("spec_tokens", "many"), ("prediction", {"type": "content", "content": 5}), ("aux_info", 3)]
 )
 def test_bad_input(served: Server, field: str, value: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:

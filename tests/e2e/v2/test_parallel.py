@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.engines import Engine, engine, speculative
+from tests.e2e.engines import Engine, engine, speculative, target
 from tests.e2e.parallel import (
     COMMON_PLACES,
     PROMPTS_OF_FAULTS,
@@ -64,6 +64,8 @@ def slow(*case: Any) -> Any:
         ),
         slow("suffix", {"verify_strategy": "target_match"}, engine, TENSOR),
         slow("suffix", {"adaptive": True}, async_engine, TENSOR),
+        slow("eagle_ngram", {"verify_strategy": "greedy"}, engine, TENSOR),
+        slow("draft_model_ngram", {"adaptive": True}, async_engine, TENSOR),
         # With synchronous scheduling vLLM cannot draft in a pipeline.
         ("mtp_ngram", {"verify_strategy": "target_match"}, async_engine, PIPELINE),
         slow("mtp_ngram", {"adaptive": True, "verify_strategy": "topp"}, async_engine, PIPELINE),
@@ -77,6 +79,7 @@ def test_two_workers(
     more: dict[str, Any],
     start: Any,
     parallel: str,
+    tiny: Path,
     trained: Path,
     draft: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,10 +88,11 @@ def test_two_workers(
     # Under the interpreter a slot takes as long as a step.
     add = StepTimes.add
     monkeypatch.setattr(StepTimes, "add", lambda self, tokens, reqs, time: add(self, tokens, reqs, 1 + 0.02 * tokens))
-    with engine(trained) as e:
+    model = target(proposer, tiny, trained)
+    with engine(model) as e:
         texts = tokens(e)
     two = {parallel: 2, "distributed_executor_backend": "mp"}
-    with start(trained, config_of(proposer, draft, **more), **two) as e:
+    with start(model, config_of(proposer, draft, **more), **two) as e:
         e.llm.collective_rpc(record_inputs)
         if parallel == TENSOR:
             e.llm.collective_rpc(record_drafts)
