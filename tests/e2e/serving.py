@@ -43,9 +43,9 @@ class Server:
     def log(self) -> str:
         return self.log_file.read_text()
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, path: str = "/metrics") -> float:
         """The sum of all samples of a metric."""
-        lines = (line for line in self.get("/metrics").splitlines() if line.startswith(name))
+        lines = (line for line in self.get(path).splitlines() if line.startswith(name))
         return sum(float(line.split()[-1]) for line in lines if line[len(name)] in "{ ")
 
 

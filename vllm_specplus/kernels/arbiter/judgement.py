@@ -2,8 +2,6 @@
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -36,21 +34,12 @@ from vllm_specplus.kernels.arbiter.state import (
 )
 from vllm_specplus.kernels.checks import check_rows, check_vector, describe
 from vllm_specplus.kernels.drafts import Limits, load_limit
+from vllm_specplus.kernels.ngram import Texts
 from vllm_specplus.kernels.sizes import next_power_of_2
 
 _BLOCK_KEYS = next_power_of_2(NUM_KEYS.value)
 _BLOCK_RECORDS = tl.constexpr(next_power_of_2(NUM_RECORDS.value))
 _MODEL = tl.constexpr(sources.MODEL)
-
-
-class _Texts(NamedTuple):
-    """The tokens of each request of the batch."""
-
-    ptr: torch.Tensor
-    stride: int
-    max_len: int
-    num_tokens_ptr: torch.Tensor
-    idx_mapping_ptr: torch.Tensor
 
 
 def judge_and_offer(
@@ -91,7 +80,7 @@ def judge_and_offer(
         raise ValueError(f"model_drafts must be [{num_reqs}, <= {num_steps}], got {describe(model_drafts)}")
     if num_reqs:
         _judge_kernel[(num_reqs,)](
-            _Texts(token_ids, token_ids.stride(0), token_ids.shape[1], num_tokens, idx_mapping),
+            Texts(token_ids, token_ids.stride(0), token_ids.shape[1], num_tokens, idx_mapping),
             state.offers,
             state.table,
             state.record,
@@ -112,7 +101,7 @@ def judge_and_offer(
 
 @triton.jit(do_not_specialize=["drafts_stride", "num_passes"])
 def _judge_kernel(
-    texts,  # _Texts
+    texts,  # Texts
     offers,  # Offers, changed in place
     table,  # Table, changed in place
     record,  # Record, changed in place
