@@ -39,6 +39,8 @@ def main() -> None:
     try:
         deployment = build_llm_deployment(config(args), deployment_cls=server)
     except ModuleNotFoundError as error:
+        # Ray would print its workers' logs after the error.
+        ray.shutdown()
         versions = f"Ray {ray.__version__} does not run beside vLLM {vllm.__version__}"
         sys.exit(f"{versions}: {error}. Install 'vllm<0.33'")
     serve.run(deployment, blocking=True)
