@@ -82,6 +82,7 @@ def _let_drafts_pay(server: Server) -> None:
 def _check_server(server: Server, config: dict[str, Any], texts: list[str]) -> None:
     _let_drafts_pay(server)
     accepted = _check_answers(asyncio.run(_predict(server.address, texts)), texts)
+    accepted += _check_streams(asyncio.run(_stream(server.address, texts)), texts)
     assert _drafted_by_source(server, config)["reference"] >= accepted
 
 
@@ -91,12 +92,26 @@ def _check_answers(found: list[Any], texts: list[str]) -> int:
     assert [[choice.text for choice in each.choices] for each in predicted] == [*([t] for t in texts), [texts[0]] * 2]
     assert [each.choices[0].text for each in others] == texts
     for each in predicted:
-        num_tokens = len(each.choices) * NUM_TOKENS
-        assert num_tokens / 2 < each.usage.completion_tokens_details.accepted_prediction_tokens < num_tokens
-        assert each.aux_info["iter_count"] < num_tokens / 3
+        assert each.aux_info["iter_count"] < len(each.choices) * NUM_TOKENS / 3
     for each in others:
         assert 0 < each.aux_info["iter_count"] <= NUM_TOKENS
-    return sum(each.usage.completion_tokens_details.accepted_prediction_tokens for each in predicted)
+    return sum(_accepted(each.usage, len(each.choices)) for each in predicted)
+
+
+def _check_streams(found: list[list[Any]], texts: list[str]) -> int:
+    """Every stream is the plain text in few parts, and ends with its counts. The accepted tokens of all predictions."""
+    parts = [[chunk.choices[0].text for chunk in chunks if chunk.choices] for chunks in found]
+    assert ["".join(each) for each in parts] == texts
+    assert all(len(each) < NUM_TOKENS / 2 for each in parts)
+    return sum(_accepted(chunks[-1].usage, 1) for chunks in found)
+
+
+def _accepted(usage: Any, num_choices: int) -> int:
+    """The accepted tokens of a prediction that is right."""
+    num_tokens = num_choices * NUM_TOKENS
+    accepted = usage.completion_tokens_details.accepted_prediction_tokens
+    assert num_tokens / 2 < accepted < num_tokens
+    return accepted
 
 
 def _drafted_by_source(server: Server, config: dict[str, Any]) -> dict[str, int]:
@@ -144,8 +159,8 @@ async def _predict(address: str, texts: list[str]) -> list[Any]:
     """
     predicted = [({"prompt": [prompt]}, text) for prompt, text in zip(PROMPTS, texts, strict=True)]
     asked = [
-        *((question, {"prediction": _prediction(text)}) for question, text in predicted),
-        ({"prompt": [PROMPTS[0]] * 2}, {"prediction": _prediction(texts[0])}),
+        *((question, _prediction(text)) for question, text in predicted),
+        ({"prompt": [PROMPTS[0]] * 2}, _prediction(texts[0])),
         *((question, {}) for question, _ in predicted),
     ]
     async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600) as client:
@@ -159,8 +174,23 @@ async def _predict(address: str, texts: list[str]) -> list[Any]:
         )
 
 
-def _prediction(text: str) -> dict[str, str]:
-    return {"type": "content", "content": text}
+async def _stream(address: str, texts: list[str]) -> list[list[Any]]:
+    """The chunks of each prompt's text, which is its prediction too, all streamed at once."""
+    usage: Any = {"include_usage": True}
+    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600) as client:
+
+        async def chunks(prompt: str, text: str) -> list[Any]:
+            extra = {"ignore_eos": True} | _prediction(text)
+            stream = await client.completions.create(
+                **REQUEST, prompt=prompt, stream=True, stream_options=usage, extra_body=extra
+            )
+            return [chunk async for chunk in stream]
+
+        return await asyncio.gather(*map(chunks, PROMPTS, texts))
+
+
+def _prediction(text: str) -> dict[str, Any]:
+    return {"prediction": {"type": "content", "content": text}}
 
 
 def _requests_by_engine(server: Server) -> list[float]:

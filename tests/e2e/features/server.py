@@ -61,6 +61,7 @@ class Server:
 
 Feature = Callable[[Server], Awaitable[Any]]
 FEATURES: dict[str, Feature] = {}
+ASYNCHRONOUS = "--async-scheduling"
 # They bring no tokens.
 WITHOUT_DRAFTS = {"`/tokenize`"}
 
@@ -173,13 +174,13 @@ async def pause_and_resume(s: Server) -> Any:
 
 
 @asynccontextmanager
-async def serve(model: Path, config: dict[str, Any] | None) -> AsyncIterator[Server]:
-    """Start vLLM's server without a port."""
+async def serve(model: Path, config: dict[str, Any] | None, *more: str) -> AsyncIterator[Server]:
+    """Start vLLM's server without a port, with `more` options."""
     options = ["serve", str(model), "--served-model-name", "tiny", "--max-model-len", "512", "--enforce-eager"]
     options += ["--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--disable-log-stats"]
     options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     options += ["--structured-outputs-config", dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
-    options += ["--middleware", "vllm_specplus.requests.PredictedOutputs"]
+    options += ["--middleware", "vllm_specplus.requests.PredictedOutputs", *more]
     if config is not None:
         options += ["--speculative-config", dumps(config)]
     parser = FlexibleArgumentParser()
@@ -201,11 +202,20 @@ async def serve(model: Path, config: dict[str, Any] | None) -> AsyncIterator[Ser
                 yield Server(client, http, engine)
 
 
-def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str]) -> dict[str, Any]:
-    """The outcome of features on one server; each that brings tokens has accepted drafts where the plugin drafts."""
+def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str], *options: str) -> dict[str, Any]:
+    """The outcome of features on one server; each that brings tokens has accepted drafts where the plugin drafts.
+
+    Args:
+        model: the folder of the weights.
+        config: the speculative config.
+        names: of the features.
+        options: further options of `vllm serve`.
+    """
 
     async def ask_all() -> dict[str, Any]:
-        async with serve(model, config) as server:
+        async with serve(model, config, *options) as server:
+            scheduling = await server.engine.collective_rpc(_has_asynchronous_scheduling)
+            assert scheduling == [ASYNCHRONOUS in options]
             if not server.has_drafter:
                 return {name: await _outcome(FEATURES[name], server) for name in names}
             await server.engine.collective_rpc(let_drafts_pay_in_worker)
@@ -221,6 +231,10 @@ def ask(model: Path, config: dict[str, Any] | None, names: Iterable[str]) -> dic
             return found
 
     return asyncio.run(asyncio.wait_for(ask_all(), _MOST_SECONDS))
+
+
+def _has_asynchronous_scheduling(worker: Any) -> bool:
+    return worker.vllm_config.scheduler_config.async_scheduling
 
 
 async def _outcome(ask: Feature, server: Server) -> Any:

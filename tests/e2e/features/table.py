@@ -14,8 +14,6 @@ from tests.e2e.features import one_engine, own_engines, server
 from tests.e2e.features.outcomes import STOCK, Start, verdict
 
 FEATURES = [*one_engine.FEATURES, *server.FEATURES, *own_engines.FEATURES]
-# Those whose engines run in the tests' own process.
-IN_PROCESS = [*one_engine.FEATURES, *own_engines.FEATURES]
 
 
 @dataclass
@@ -43,16 +41,19 @@ class Group:
         return {name: verdict(plain[name], stock.get(name), ours[name]) for name in self.names}
 
 
-def groups(trained: Path, folder: Path, start: Start = engine) -> dict[str, Group]:
+def groups(
+    trained: Path, folder: Path, start: Start = engine, ask_server: Callable[..., dict[str, Any]] = server.ask
+) -> dict[str, Group]:
     """The group of each feature.
 
     Args:
         trained: the trained tiny model.
         folder: takes further models.
         start: starts the engines that run in this process.
+        ask_server: as `server.ask`.
     """
     of_one = Group(one_engine.FEATURES, partial(one_engine.ask, trained, start))
-    of_server = Group(server.FEATURES, partial(server.ask, trained))
+    of_server = Group(server.FEATURES, partial(ask_server, trained))
     found = dict.fromkeys(one_engine.FEATURES, of_one) | dict.fromkeys(server.FEATURES, of_server)
     for name, prepare in own_engines.FEATURES.items():
         own = prepare(trained, folder)

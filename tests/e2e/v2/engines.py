@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from tests.e2e.engines import PROMPTS, Engine, engine
+from tests.triton_cpu.interpreted_cpu import scheduling
 from vllm_specplus.engine import widths
 
 # Texts are short and few: a step takes a tenth of a second or more under the interpreter.
@@ -42,26 +43,27 @@ def v1_tokens(model: Path, config: dict[str, Any] | None, **args: Any) -> list[l
 def async_engine(
     model: Path, config: dict[str, Any] | None, *, chooses_widths: bool = False, **args: Any
 ) -> Iterator[Engine]:
-    """Start an engine with asynchronous scheduling, which vLLM has off on a CPU.
-
-    Unless it `chooses_widths`, each step has all slots. Under the interpreter a slot takes as long as a step, so
-    hardly any would be chosen.
-    """
-    platform = type(current_platform)
-    check = platform.check_and_update_config
-
-    def check_and_keep(vllm_config: Any) -> None:
-        check(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    with (
-        patch.object(platform, "check_and_update_config", staticmethod(check_and_keep)),
-        nullcontext() if chooses_widths else patch.object(widths, "reason_for_fixed_width", lambda setup: "of a test"),
-        engine(model, config, async_scheduling=True, **args) as e,
-    ):
+    """Start an engine with asynchronous scheduling, where it `chooses_widths` with steps of several widths."""
+    with asynchronous(chooses_widths=chooses_widths), engine(model, config, async_scheduling=True, **args) as e:
         scheduler = e.llm.llm_engine.engine_core.engine_core.scheduler
         assert isinstance(scheduler, AsyncScheduler)
         yield e
+
+
+@contextmanager
+def asynchronous(*, chooses_widths: bool = False) -> Iterator[None]:
+    """Let configs have asynchronous scheduling, which vLLM takes away on a CPU.
+
+    Unless an engine `chooses_widths`, each step has all slots. Under the interpreter a slot takes as long as a step, so
+    hardly any would be chosen.
+    """
+    platform = type(current_platform)
+    with (
+        patch.object(platform, "check_and_update_config", scheduling.keeping(platform.check_and_update_config)),
+        patch.dict(os.environ, {scheduling.VARIABLE: "1"}),
+        nullcontext() if chooses_widths else patch.object(widths, "reason_for_fixed_width", lambda setup: "of a test"),
+    ):
+        yield
 
 
 def main() -> None:

@@ -1,13 +1,27 @@
 """Hybrids of every kind of drafter on Model Runner V2: docs/features.md says what is found here."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, check_hybrid, check_model_drafts, verdict
+from tests.e2e.drafters import (
+    ADAPTIVE,
+    APPEND,
+    DRAFTERS,
+    FEW,
+    OTHER_HYBRIDS,
+    check_drafts,
+    check_hybrid,
+    check_model_drafts,
+    verdict,
+)
 from tests.e2e.engines import engine, marked
+from tests.e2e.faults import let_drafts_pay
+from tests.e2e.references import stats
 from tests.e2e.tables import check_cell
-from tests.e2e.v2.engines import tokens, v1_tokens
+from tests.e2e.v2.engines import async_engine, tokens, v1_tokens
+from vllm_specplus.engine import refusals
 
 pytestmark = pytest.mark.interpreter
 
@@ -18,6 +32,24 @@ FAST = {"Medusa", "MiMo MTP of two layers"}
 @pytest.mark.parametrize("name", marked(DRAFTERS, (), slow=DRAFTERS.keys() - FAST))
 def test_drafter(name: str, tmp_path: Path) -> None:
     check_cell("drafter", name, "V2", verdict(name, tmp_path / "model", on_v2=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [APPEND | {"verify_strategy": "topp"}, ADAPTIVE])
+def test_linear_attention_in_full_steps(
+    hybrid: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal is of steps with fewer drafts than slots, which asynchronous scheduling may do without."""
+    drafter = DRAFTERS["Qwen3-Next MTP"]
+    target, args = drafter.make(tmp_path / "model"), drafter.engine
+    others = [reason for reason in refusals._REASONS if reason is not refusals._linear_attention_error]
+    monkeypatch.setattr(refusals, "_REASONS", others)
+    let_drafts_pay(monkeypatch)
+    with engine(target, **args) as e:
+        plain = e.tokens(FEW, max_tokens=24)
+    with async_engine(target, drafter.config | hybrid, **args) as e:
+        assert e.tokens(FEW, max_tokens=24) == plain
+        check_drafts(stats(e))
 
 
 @pytest.mark.slow
