@@ -177,15 +177,23 @@ CASES = [pytest.param(*kind, marks=[] if kind == _QUICK else [pytest.mark.slow])
 HALF = {"dtype": "bfloat16"}
 
 
-def config_of(method: str, drafter: str, draft: Path, folder: Path) -> dict[str, Any]:
-    """A hybrid with a quantised draft; `folder` is written if the method needs a checkpoint of its own."""
+def config_of(method: str, drafter: str, draft: Path, folder: Path, named: str | None = None) -> dict[str, Any]:
+    """A hybrid with a quantised draft.
+
+    Args:
+        method: of `LAYOUTS`, or one that quantises any checkpoint.
+        drafter: "draft_model" or "eagle".
+        draft: the draft model, with the head in it.
+        folder: is written if the method needs a checkpoint of its own.
+        named: another name of the checkpoint's method.
+    """
     if method in _NEEDS_AVX512 and not torch.cpu._is_avx512_supported():
         pytest.skip(f"vLLM runs {method} with AVX-512 alone, which this CPU has not")
     source = draft / drafter if drafter == "eagle" else draft
     model = quantise(source, folder, method) if method in LAYOUTS else source
-    quant_method = LAYOUTS[method][0]["quant_method"] if method in LAYOUTS else method
-    named = {"method": drafter, "model": str(model), "quantization": quant_method}
-    return APPEND | {"verify_strategy": "target_match"} | named
+    quant_method = named or (LAYOUTS[method][0]["quant_method"] if method in LAYOUTS else method)
+    drafts = {"method": drafter, "model": str(model), "quantization": quant_method}
+    return APPEND | {"verify_strategy": "target_match"} | drafts
 
 
 def is_quantised(e: Engine) -> bool:

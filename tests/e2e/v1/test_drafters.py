@@ -1,12 +1,14 @@
 """Hybrids of every kind of drafter on the V1 model runner: docs/features.md says what is found here."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.drafters import DRAFTERS, OTHER_HYBRIDS, check_hybrid, check_model_drafts, verdict
+from tests.e2e.drafters import APPEND, DRAFTERS, OTHER_HYBRIDS, check_hybrid, check_model_drafts, verdict
 from tests.e2e.engines import PROMPTS, engine, marked
 from tests.e2e.tables import Table, check_cell
+from vllm_specplus.config import SpecPlusConfigError
 
 # Those that run in CI; the others have the same parts of the plugin below them.
 FAST = {"Medusa", "Qwen3-Next MTP"}
@@ -19,6 +21,18 @@ def test_drafter(name: str, tmp_path: Path) -> None:
 
 def test_every_row_is_a_drafter() -> None:
     assert list(Table("drafter").column("V1")) == list(DRAFTERS)
+
+
+@pytest.mark.every_version
+def test_a_vllm_without_medusa_refuses_it(tiny: Path) -> None:
+    if find_spec("vllm.v1.spec_decode.medusa"):
+        pytest.skip("this vLLM has Medusa")
+    config = APPEND | {"method": "medusa", "model": "heads"}
+    with (
+        pytest.raises(SpecPlusConfigError, match='method="medusa" is not allowed: expected one of'),
+        engine(tiny, config),
+    ):
+        pass
 
 
 @pytest.mark.slow

@@ -25,6 +25,14 @@ def test_greedy_text(
     check(tiny, config_of(method, drafter, draft, tmp_path / "quantised"), plain, MAX_TOKENS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["auto_gptq", "gptq_marlin", "moe_wna16"])
+def test_a_gptq_checkpoint_has_other_names(
+    name: str, tiny: Path, draft: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
+    check(tiny, config_of("gptq", "draft_model", draft, tmp_path / "quantised", name), plain, MAX_TOKENS)
+
+
 def test_vllm_quantises_nothing_in_float32(tiny: Path, draft: Path, tmp_path: Path) -> None:
     config = config_of("fp8_per_channel", "draft_model", draft, tmp_path)
     words = r"torch\.float32 is not supported for quantization method fp8_per_channel"
