@@ -39,6 +39,8 @@ def main() -> None:
     try:
         deployment = build_llm_deployment(config(args), deployment_cls=server)
     except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("vllm."):
+            raise
         # Ray would print its workers' logs after the error.
         ray.shutdown()
         versions = f"Ray {ray.__version__} does not run beside vLLM {vllm.__version__}"

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,12 +18,15 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 def commands(page: Path) -> list[list[str]]:
     """The words of each command ``vllm-specplus`` in the blocks of a page, without its name."""
+    return [words[1:] for words in commands_with(page, "vllm-specplus ")]
+
+
+def commands_with(page: Path, beginning: str) -> list[list[str]]:
+    """The words of each command in the blocks of a page that begins so."""
     found = []
     for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         lines = block.replace("\\\n", " ").splitlines()
-        for i, line in enumerate(lines):
-            if line.startswith("vllm-specplus "):
-                found.append(words_of(lines[i:])[1:])
+        found += [words_of(lines[i:]) for i, line in enumerate(lines) if line.startswith(beginning)]
     return found
 
 
@@ -42,6 +47,21 @@ def test_the_documented_commands_are_allowed() -> None:
             parser.parse_args(with_engine_args_joined(words))
         except SystemExit:
             pytest.fail(f"refused: {shlex.join(words)}")
+
+
+def test_the_documented_options_of_examples_are_theirs() -> None:
+    found: dict[str, set[str]] = {}
+    for page in PAGES:
+        for _, script, *words in commands_with(page, "python examples/"):
+            found.setdefault(script, set()).update(word.split("=")[0] for word in words if word.startswith("--"))
+    # That script hands it on to vLLM.
+    found["examples/pd_disaggregation/serve.py"].remove("--speculative-config")
+    assert sum(map(bool, found.values())) == 4
+    for script, options in found.items():
+        if options:
+            command = [sys.executable, ROOT / script, "--help"]
+            page = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+            assert options <= set(re.findall(r"--[a-z][a-z-]*", page)), script
 
 
 def test_the_options_of_compare_are_in_its_page() -> None:

@@ -29,6 +29,8 @@ ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 # Where NIXL's agents find each other.
 NIXL_PORTS = {"prefill": "5600", "decode": "5601"}
 HOST = "127.0.0.1"
+# ExampleConnector hands over whole prompts alone, so none is computed in parts or taken from a cache.
+EXAMPLE_OPTIONS = ("--block-size", "32", "--no-enable-prefix-caching", "--no-enable-chunked-prefill")
 # For a server to end by itself; what is left of it is killed then.
 STOP_SECONDS = 60
 
@@ -36,7 +38,8 @@ STOP_SECONDS = 60
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--port", type=int, default=8000, help="the proxy's")
+    parser.add_argument("--host", default=HOST, help="the proxy's (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="the proxy's (default: %(default)s)")
     parser.add_argument("--connector", choices=(EXAMPLE, NIXL), default=EXAMPLE, help="(default: %(default)s)")
     parser.add_argument("--shared-folder", help=f"of {EXAMPLE}, where the caches lie; a temporary folder otherwise")
     for role, port in (("prefill", 8100), ("decode", 8200)):
@@ -50,6 +53,7 @@ def main() -> None:
             help="a variable of its environment, such as CUDA_VISIBLE_DEVICES=0 or VLLM_CPU_OMP_THREADS_BIND=0",
         )
     args, options = parser.parse_known_args()
+    _refuse_options_of_this_script(parser, args.connector, options)
 
     # The servers are stopped on the way out. uvicorn ends the proxy at SIGTERM, but knows nothing of SIGHUP: an
     # exception raised for it in a request's task would be caught there, and the proxy would go on.
@@ -62,8 +66,17 @@ def main() -> None:
         for role, server in servers.items():
             _wait_until_healthy(role, server, vars(args)[f"{role}_port"])
             Thread(target=_tell_the_end, args=(role, server), daemon=True).start()
-        print(f"proxy: http://{HOST}:{args.port}", flush=True)
+        print(f"proxy: http://{args.host}:{args.port}", flush=True)
         proxy.run(f"http://{HOST}:{args.prefill_port}", f"http://{HOST}:{args.decode_port}", listener)
+
+
+def _refuse_options_of_this_script(parser: argparse.ArgumentParser, connector: str, options: Sequence[str]) -> None:
+    """A server would take the last one of an option, and so not what it needs here."""
+    own = {"--kv-transfer-config", *(EXAMPLE_OPTIONS if connector == EXAMPLE else ())}
+    for option in options:
+        name = option.split("=")[0].replace("_", "-")
+        if name.startswith("--") and {name, name.replace("--", "--no-", 1)} & own:
+            parser.exit(2, f"{name} is not allowed: with --connector {connector} this script sets it\n")
 
 
 def _variable(entry: str) -> tuple[str, str]:
@@ -78,11 +91,14 @@ def _listener(parser: argparse.ArgumentParser, args: argparse.Namespace) -> sock
     with ExitStack() as tried:
         for option in ("prefill_port", "decode_port", "port"):
             port = vars(args)[option]
+            host = args.host if option == "port" else HOST
             try:
-                listener = socket.create_server((HOST, port))
+                listener = socket.create_server((host, port))
             except (OSError, OverflowError) as error:
-                name = option.replace("_", "-")
-                parser.exit(2, f"--{name} {port} is not allowed: a free port, and another for each ({error})\n")
+                given = f"--{option.replace('_', '-')} {port}"
+                if host != HOST:
+                    given = f"--host {host} {given}"
+                parser.exit(2, f"{given} is not allowed: a free port, and another for each ({error})\n")
             if option != "port":
                 tried.enter_context(listener)
     return listener
@@ -105,8 +121,7 @@ def _server(
     command = ["vllm", "serve", args.model, "--host", HOST, "--port", port]
     command += ["--kv-transfer-config", json.dumps(_transfer(args.connector, role, shared))]
     if args.connector == EXAMPLE:
-        # It hands over whole prompts alone, so none is computed in parts or taken from a cache.
-        command += ["--block-size", "32", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
+        command += EXAMPLE_OPTIONS
     command += options
     environ = {"VLLM_PLUGINS": "specplus", **os.environ, "VLLM_NIXL_SIDE_CHANNEL_PORT": NIXL_PORTS[role]}
     environ |= dict(vars(args)[f"{role}_env"])

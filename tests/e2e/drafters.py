@@ -124,6 +124,22 @@ def check_drafts(counts: dict[str, Any]) -> None:
     assert sum(map(sum, counts["accepted"].values())) > 0
 
 
+def check_each_strategy(name: str, folder: Path, *, on_v2: bool) -> None:
+    """Hybrids of a drafter under each strategy, adaptive or not: all say what the target says."""
+    drafter = DRAFTERS[name]
+    ask = partial(texts, drafter.make(folder), drafter)
+    plain, _ = ask(None)
+    with pytest.MonkeyPatch.context() as patch:
+        let_drafts_pay(patch)
+        for strategy in (*STRATEGIES, "target_match"):
+            for adaptive in (False, True):
+                more = {**drafter.on_v2, **({} if adaptive else drafter.fixed_on_v2)} if on_v2 else {}
+                hybrid = drafter.config | APPEND | more | {"verify_strategy": strategy, "adaptive": adaptive}
+                found, counts = ask(hybrid)
+                assert found == plain, (strategy, adaptive)
+                check_drafts(counts)
+
+
 # Hybrids of drafters with checkpoints of their own: `method`, `verify_strategy`, `adaptive`.
 OTHER_HYBRIDS = [
     *((method, strategy, False) for method in ("eagle", "draft_model") for strategy in STRATEGIES),

@@ -226,6 +226,12 @@ def test_a_pipeline_needs_asynchronous_scheduling(
         args.create_engine_config()
 
 
+def test_a_draft_model_has_no_pipeline(tiny: Path, on_v2: None) -> None:
+    config = HYBRID | {"method": "draft_model", "model": str(tiny)}
+    with pytest.raises(SpecPlusConfigError, match='method="draft_model" is not allowed with pipeline_parallel_size=2'):
+        engine_args(tiny, config, **PIPELINE).create_engine_config()
+
+
 @pytest.mark.parametrize(
     ("config", "stays_on"),
     [(HYBRID, True), (NAIVE, True), (NAIVE | {"num_speculative_tokens": 8}, False), (SUFFIX, False)],

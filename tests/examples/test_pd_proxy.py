@@ -285,6 +285,31 @@ def test_two_equal_ports() -> None:
     assert got.stderr.startswith("--decode-port 8131 is not allowed")
 
 
+@pytest.mark.parametrize("connector", ["ExampleConnector", "NixlConnector"])
+def test_a_kv_transfer_config(connector: str) -> None:
+    got = script("serve.py", "no-model", "--connector", connector, "--kv-transfer-config={}")
+    assert (got.returncode, got.stdout) == (2, "")
+    assert got.stderr == f"--kv-transfer-config is not allowed: with --connector {connector} this script sets it\n"
+
+
+@pytest.mark.parametrize("option", ["--enable-prefix-caching", "--no_enable_chunked_prefill", "--block-size"])
+def test_an_option_that_the_example_connector_needs_otherwise(option: str, taken: str) -> None:
+    got = script("serve.py", "no-model", option, "32")
+    assert (got.returncode, got.stdout) == (2, "")
+    name = option.replace("_", "-")
+    assert got.stderr == f"{name} is not allowed: with --connector ExampleConnector this script sets it\n"
+    # The next error is that of the port: of another connector's servers the option is allowed.
+    got = script("serve.py", "no-model", "--connector", "NixlConnector", option, "32", "--port", taken)
+    assert got.stderr.startswith(f"--port {taken} is not allowed")
+
+
+def test_a_host_that_this_machine_has_not() -> None:
+    got = script("serve.py", "no-model", "--host", "192.0.2.1", "--max-num-seqs", "32")
+    assert (got.returncode, got.stdout) == (2, "")
+    (line,) = got.stderr.splitlines()
+    assert line.startswith("--host 192.0.2.1 --port 8000 is not allowed: a free port, and another for each (")
+
+
 @pytest.mark.parametrize("entry", ["FOO", "=1"])
 def test_an_environment_without_a_name_or_value(entry: str) -> None:
     got = script("serve.py", "no-model", "--prefill-env", entry)

@@ -78,6 +78,11 @@ def _pipeline_error(setup: EngineSetup) -> SpecPlusConfigError | None:
         return SpecPlusConfigError(
             f"pipeline_parallel_size={size} is not allowed on Model Runner V1 where vllm-specplus drafts: leave it at 1"
         )
+    if setup.options.method == "draft_model":
+        return config_error(
+            f'method="draft_model" is not allowed with pipeline_parallel_size={size}: vLLM gives each stage a part of '
+            "the draft model, and the engine dies at the first draft"
+        )
     if setup.args.async_scheduling is False:
         return SpecPlusConfigError(
             f"async_scheduling=False is not allowed with pipeline_parallel_size={size} where vllm-specplus drafts: "

@@ -63,8 +63,6 @@ sampling("`allowed_token_ids`", allowed_token_ids=[65, 66, 70, 71])
 sampling("`min_p`", min_p=0.1, temperature=1.0, top_k=1)
 sampling("`logit_bias`", logit_bias={65: 5.0})
 sampling("`n` above 1", n=3, temperature=1.0, top_k=1)
-# vLLM has had no such parameter since its second engine.
-sampling("`best_of`", n=1, best_of=3)
 structured("JSON schema", json={"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
 
 

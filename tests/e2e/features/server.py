@@ -107,6 +107,15 @@ async def tool_calls(s: Server) -> Any:
     return call.function.name, loads(call.function.arguments), loads(streamed), calls, chosen.content, free.content
 
 
+@feature("`best_of`")
+async def best_of(s: Server) -> Any:
+    """OpenAI's field, which vLLM ignores: it makes one answer, where three would cost three times the tokens."""
+    request = GREEDY | {"prompt": PROMPT, "max_tokens": 16}
+    answer = await s.client.completions.create(**request, best_of=3)
+    assert answer.usage.completion_tokens <= 16
+    return [choice.text for choice in answer.choices]
+
+
 @feature("`/tokenize`")
 async def tokenize(s: Server) -> Any:
     """A prompt and a chat. vLLM ignores a prediction there."""

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.drafters import APPEND, DRAFTERS, OTHER_HYBRIDS, check_hybrid, check_model_drafts, verdict
+from tests.e2e.drafters import (
+    APPEND,
+    DRAFTERS,
+    OTHER_HYBRIDS,
+    check_each_strategy,
+    check_hybrid,
+    check_model_drafts,
+    verdict,
+)
 from tests.e2e.engines import PROMPTS, engine, marked
 from tests.e2e.tables import Table, check_cell
 from vllm_specplus.config import SpecPlusConfigError
@@ -44,6 +52,12 @@ def test_vllm_itself_cannot_match_ngrams_for_linear_attention(tmp_path: Path) ->
     words = r"The size of tensor a .* must match the size of tensor b"
     with engine(model, config, **drafter.engine) as e, pytest.raises(RuntimeError, match=words):
         e.tokens(PROMPTS[:4], max_tokens=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ERNIE-4.5 MTP", "GLM-4.5 MTP"])
+def test_each_strategy(name: str, tmp_path: Path) -> None:
+    check_each_strategy(name, tmp_path / "model", on_v2=False)
 
 
 @pytest.mark.slow

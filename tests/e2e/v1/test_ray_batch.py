@@ -1,6 +1,7 @@
 """examples/ray_batch.py: a run that dies goes on where it was, and a dead engine costs no row."""
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -34,10 +35,12 @@ def test_all_rows_are_answered(trained: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_row_is_lost_or_doubled(trained: Path, tmp_path: Path) -> None:
+    """Two engines of a hybrid, which drafts by itself: no row has a prediction."""
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    prompts.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in ROWS))
+    hybrid = "--speculative-config", json.dumps(ray_batch.HYBRID | {"adaptive": False})
 
-    with started(trained, prompts, results, tmp_path / "first.log") as run:
+    with started(trained, prompts, results, tmp_path / "first.log", *hybrid) as run:
         run.wait_for_files(1)
         processes = run.descendants()
         run.process.kill()
@@ -49,7 +52,7 @@ def test_no_row_is_lost_or_doubled(trained: Path, tmp_path: Path) -> None:
     num_first = len(ray_batch.finished_ids(results, ROWS))
     assert 0 < num_first < len(ROWS) // 2
 
-    with started(trained, prompts, results, tmp_path / "second.log") as run:
+    with started(trained, prompts, results, tmp_path / "second.log", *hybrid) as run:
         run.wait_for_files(len(first) + 1)
         processes = run.descendants()
         run.busiest_worker().kill()
@@ -57,7 +60,11 @@ def test_no_row_is_lost_or_doubled(trained: Path, tmp_path: Path) -> None:
         assert run.process.wait(SECONDS) == 0, run.log()[-4000:]
         wait_until_gone(processes)
         assert run.drafts()[1] > 0
-    assert f"{num_first} of {len(ROWS)} rows were there" in run.log()
+    assert f"{num_first} of {len(ROWS)} rows were there\n" in run.log()
+    counts = [int(count) for count in re.findall(rf"^(\d+) of {len(ROWS)} rows$", run.log(), re.MULTILINE)]
+    assert counts == sorted(counts)
+    assert counts[0] > num_first
+    assert counts[-1] == len(ROWS)
     assert "A worker died or was killed while executing a task" in run.log()
     assert {file: file.stat().st_mtime_ns for file in first} == first
     check_rows(ROWS, plain_texts(trained, ROWS, NUM_TOKENS), results, NUM_TOKENS)

@@ -12,6 +12,7 @@ from tests.e2e.drafters import (
     FEW,
     OTHER_HYBRIDS,
     check_drafts,
+    check_each_strategy,
     check_hybrid,
     check_model_drafts,
     verdict,
@@ -59,6 +60,12 @@ def test_the_target_says_the_same_on_both_runners(name: str, tmp_path: Path) -> 
     model, args = DRAFTERS[name].make(tmp_path / "model"), DRAFTERS[name].engine
     with engine(model, **args) as e:
         assert tokens(e) == v1_tokens(model, None, **args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ERNIE-4.5 MTP", "GLM-4.5 MTP"])
+def test_each_strategy(name: str, tmp_path: Path) -> None:
+    check_each_strategy(name, tmp_path / "model", on_v2=True)
 
 
 @pytest.mark.slow

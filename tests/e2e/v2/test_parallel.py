@@ -127,6 +127,27 @@ def test_two_workers(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "words", "cause"),
+    [
+        # The head's layer takes the name of one of the target's.
+        ("eagle", "WorkerProc initialization failed", "Duplicate layer name"),
+        # The last stage runs the draft model's last layers alone.
+        ("draft_model", "Worker failed", "AssertionError"),
+    ],
+)
+def test_vllm_itself_cannot_draft_so_in_two_stages(
+    method: str, words: str, cause: str, tiny: Path, draft: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = draft if method == "draft_model" else draft / method
+    config = {"method": method, "model": str(model), "num_speculative_tokens": 2}
+    two = {PIPELINE: 2, "distributed_executor_backend": "mp"}
+    with pytest.raises(Exception, match=words), async_engine(tiny, config, **two) as e:
+        tokens(e)
+    assert cause in "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
 def test_a_pipeline_counts_what_one_process_counts(trained: Path, draft: Path) -> None:
     """The last stage counts what vLLM counts and the drafts of results that vLLM discards; else as one process does."""
     config = config_of("mtp_ngram", draft, verify_strategy="target_match")
