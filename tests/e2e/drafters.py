@@ -6,6 +6,7 @@ docs/features.md has a row for each. The tests hold its cells to what is found h
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.e2e.engines import PROMPTS, engine
 from tests.e2e.families import NUM_LAYERS, make_family, make_medusa, make_two_layers
 from tests.e2e.faults import let_drafts_pay
 from tests.e2e.references import check_sums, stats
+from tests.e2e.tables import check_cell
 from vllm_specplus.config import SpecPlusConfigError
 from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.testing.tiny_model import make_random
@@ -57,6 +59,11 @@ class Drafter:
     differs_in_vllm: bool = False
 
 
+LINEAR = "Qwen3-Next MTP"
+# On a CPU; mended in vLLM 0.33.
+HAS_DEFECT_OF_LINEAR_ATTENTION = version("vllm").startswith("0.32.")
+
+
 def _with_medusa(folder: Path) -> Path:
     make_medusa(folder / "draft", make_random(folder))
     return folder
@@ -79,7 +86,7 @@ DRAFTERS: dict[str, Drafter] = {
     ),
     "MiMo MTP of two layers": Drafter(partial(make_two_layers, name="mimo"), MTP, on_v2={"num_model_steps": 1}),
     "DeepSeek-V3 MTP": Drafter(_family("deepseek"), MTP, differs_in_vllm=True),
-    "Qwen3-Next MTP": Drafter(_family("qwen3_next"), MTP, engine={"dtype": "bfloat16"}),
+    LINEAR: Drafter(_family("qwen3_next"), MTP, engine={"dtype": "bfloat16"}),
     "Medusa": Drafter(_with_medusa, {"method": "medusa", "model": "draft"}),
 }
 
@@ -115,6 +122,15 @@ def verdict(name: str, folder: Path, *, on_v2: bool) -> str:
     plain, _ = ask(None)
     assert all(len(set(text)) > 1 for text in plain)
     return WORKS if appended == chosen == plain else f"fails: {appended}, {chosen}, without speculation {plain}"
+
+
+def check_row(name: str, folder: Path, *, on_v2: bool) -> None:
+    """Hold the cell of a drafter to what becomes of it."""
+    found = verdict(name, folder, on_v2=on_v2)
+    if name == LINEAR and not HAS_DEFECT_OF_LINEAR_ATTENTION:
+        assert found == WORKS
+    else:
+        check_cell("drafter", name, "V2" if on_v2 else "V1", found)
 
 
 def check_drafts(counts: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from tests.e2e.families import make_family, make_medusa, make_two_layers
 from vllm_specplus import compat
 from vllm_specplus.config import SpecPlusConfigError, resolve
 from vllm_specplus.engine import patch as engine
-from vllm_specplus.engine import setup
+from vllm_specplus.engine import refusals, setup
 from vllm_specplus.engine.worker import SpecPlusWorker, SpecPlusWorkerMixin
 from vllm_specplus.requests import shown_params
 from vllm_specplus.testing.tiny_model import make_random
@@ -285,8 +285,11 @@ def test_linear_attention_on_a_cpu(runner: str, tmp_path: Path, on_v2: None, mon
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     model = make_family(tmp_path / "model", "qwen3_next")
     for config in (HYBRID, SUFFIX, NAIVE):
+        monkeypatch.setattr(refusals, "version", lambda name: "0.32.0+cpu")
         with pytest.raises(SpecPlusConfigError, match="a model with linear attention is not allowed on a CPU"):
             engine_args(model, config).create_engine_config()
+        monkeypatch.setattr(refusals, "version", lambda name: "0.33.0+cpu")
+        engine_args(model, config).create_engine_config()
     # A strategy alone drafts nothing.
     engine_args(model, STOCK | {"verify_strategy": "topp"}).create_engine_config()
 

@@ -8,23 +8,26 @@ import pytest
 from tests.e2e.drafters import (
     APPEND,
     DRAFTERS,
+    FEW,
+    HAS_DEFECT_OF_LINEAR_ATTENTION,
+    LINEAR,
     OTHER_HYBRIDS,
     check_each_strategy,
     check_hybrid,
     check_model_drafts,
-    verdict,
+    check_row,
 )
-from tests.e2e.engines import PROMPTS, engine, marked
-from tests.e2e.tables import Table, check_cell
+from tests.e2e.engines import engine, marked
+from tests.e2e.tables import Table
 from vllm_specplus.config import SpecPlusConfigError
 
 # Those that run in CI; the others have the same parts of the plugin below them.
-FAST = {"Medusa", "Qwen3-Next MTP"}
+FAST = {"Medusa", LINEAR}
 
 
 @pytest.mark.parametrize("name", marked(DRAFTERS, (), slow=DRAFTERS.keys() - FAST))
 def test_drafter(name: str, tmp_path: Path) -> None:
-    check_cell("drafter", name, "V1", verdict(name, tmp_path / "model", on_v2=False))
+    check_row(name, tmp_path / "model", on_v2=False)
 
 
 def test_every_row_is_a_drafter() -> None:
@@ -44,14 +47,19 @@ def test_a_vllm_without_medusa_refuses_it(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_vllm_itself_cannot_match_ngrams_for_linear_attention(tmp_path: Path) -> None:
-    """Without keys of the plugin too, drafts of varying number end the engine on a CPU: docs/features.md says so."""
-    drafter = DRAFTERS["Qwen3-Next MTP"]
+def test_vllms_own_ngrams_for_linear_attention(tmp_path: Path) -> None:
+    """Without keys of the plugin too, drafts of varying number end vLLM 0.32 on a CPU: docs/features.md says so."""
+    drafter = DRAFTERS[LINEAR]
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     model = drafter.make(tmp_path / "model")
     words = r"The size of tensor a .* must match the size of tensor b"
-    with engine(model, config, **drafter.engine) as e, pytest.raises(RuntimeError, match=words):
-        e.tokens(PROMPTS[:4], max_tokens=24)
+    with engine(model, config, **drafter.engine) as e:
+        if HAS_DEFECT_OF_LINEAR_ATTENTION:
+            with pytest.raises(RuntimeError, match=words):
+                e.tokens(FEW, max_tokens=24)
+        else:
+            e.tokens(FEW, max_tokens=24)
+            assert e.counts().drafted > 0
 
 
 @pytest.mark.slow

@@ -10,17 +10,17 @@ from tests.e2e.drafters import (
     APPEND,
     DRAFTERS,
     FEW,
+    LINEAR,
     OTHER_HYBRIDS,
     check_drafts,
     check_each_strategy,
     check_hybrid,
     check_model_drafts,
-    verdict,
+    check_row,
 )
 from tests.e2e.engines import engine, marked
 from tests.e2e.faults import let_drafts_pay
 from tests.e2e.references import stats
-from tests.e2e.tables import check_cell
 from tests.e2e.v2.engines import async_engine, tokens, v1_tokens
 from vllm_specplus.engine import refusals
 
@@ -32,7 +32,7 @@ FAST = {"Medusa", "MiMo MTP of two layers"}
 
 @pytest.mark.parametrize("name", marked(DRAFTERS, (), slow=DRAFTERS.keys() - FAST))
 def test_drafter(name: str, tmp_path: Path) -> None:
-    check_cell("drafter", name, "V2", verdict(name, tmp_path / "model", on_v2=True))
+    check_row(name, tmp_path / "model", on_v2=True)
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_linear_attention_in_full_steps(
     hybrid: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The refusal is of steps with fewer drafts than slots, which asynchronous scheduling may do without."""
-    drafter = DRAFTERS["Qwen3-Next MTP"]
+    drafter = DRAFTERS[LINEAR]
     target, args = drafter.make(tmp_path / "model"), drafter.engine
     others = [reason for reason in refusals._REASONS if reason is not refusals._linear_attention_error]
     monkeypatch.setattr(refusals, "_REASONS", others)
