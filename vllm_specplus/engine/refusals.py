@@ -105,11 +105,11 @@ def _linear_attention_error(setup: EngineSetup) -> SpecPlusConfigError | None:
     layers = getattr(setup.model_config.hf_text_config, "layer_types", None) or ()
     if setup.device_type != "cpu" or not setup.options.drafts_from_history or "linear_attention" not in layers:
         return None
-    if not (installed := version("vllm")).startswith("0.32."):  # it is mended in 0.33
+    if not version("vllm").startswith("0.32."):
         return None
     return config_error(
-        "a model with linear attention is not allowed on a CPU where vllm-specplus drafts: there the state of such "
-        f"layers goes wrong in vLLM {installed} in a step with fewer drafts than num_speculative_tokens; install vLLM 0.33"
+        "a model with linear attention is not allowed on a CPU where vllm-specplus drafts: there vLLM 0.32 has "
+        "a wrong state of such layers after a step with fewer drafts than num_speculative_tokens; install vLLM 0.33"
     )
 
 
