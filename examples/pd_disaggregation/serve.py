@@ -74,8 +74,9 @@ def _refuse_options_of_this_script(parser: argparse.ArgumentParser, connector: s
     """A server would take the last one of an option, and so not what it needs here."""
     own = {"--kv-transfer-config", *(EXAMPLE_OPTIONS if connector == EXAMPLE else ())}
     for option in options:
-        name = option.split("=")[0].replace("_", "-")
-        if name.startswith("--") and {name, name.replace("--", "--no-", 1)} & own:
+        name = option.split("=")[0].split(".")[0].replace("_", "-")
+        # vLLM takes a part of a name for the whole.
+        if name.startswith("--") and any(each.startswith((name, name.replace("--", "--no-", 1))) for each in own):
             parser.exit(2, f"{name} is not allowed: with --connector {connector} this script sets it\n")
 
 

@@ -292,6 +292,13 @@ def test_a_kv_transfer_config(connector: str) -> None:
     assert got.stderr == f"--kv-transfer-config is not allowed: with --connector {connector} this script sets it\n"
 
 
+@pytest.mark.parametrize("option", ["--kv-transfer-config.kv_role", "--kv_transfer_conf"])
+def test_a_part_of_a_kv_transfer_config(option: str) -> None:
+    got = script("serve.py", "no-model", "--connector", "NixlConnector", option, "kv_both")
+    assert (got.returncode, got.stdout) == (2, "")
+    assert got.stderr.startswith("--kv-transfer-conf")
+
+
 @pytest.mark.parametrize("option", ["--enable-prefix-caching", "--no_enable_chunked_prefill", "--block-size"])
 def test_an_option_that_the_example_connector_needs_otherwise(option: str, taken: str) -> None:
     got = script("serve.py", "no-model", option, "32")

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.processes import alive
@@ -21,6 +20,7 @@ from tests.e2e.ray_runs import (
     check_all_rows,
     check_rows,
     plain_texts,
+    pq,
     started,
     wait_until_gone,
 )
