@@ -163,7 +163,7 @@ async def _predict(address: str, texts: list[str]) -> list[Any]:
         ({"prompt": [PROMPTS[0]] * 2}, _prediction(texts[0])),
         *((question, {}) for question, _ in predicted),
     ]
-    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600) as client:
+    async with _client(address) as client:
         return await asyncio.gather(
             *(
                 client.completions.create(
@@ -177,7 +177,7 @@ async def _predict(address: str, texts: list[str]) -> list[Any]:
 async def _stream(address: str, texts: list[str]) -> list[list[Any]]:
     """The chunks of each prompt's text, which is its prediction too, all streamed at once."""
     usage: Any = {"include_usage": True}
-    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600) as client:
+    async with _client(address) as client:
 
         async def chunks(prompt: str, text: str) -> list[Any]:
             extra = {"ignore_eos": True} | _prediction(text)
@@ -187,6 +187,10 @@ async def _stream(address: str, texts: list[str]) -> list[list[Any]]:
             return [chunk async for chunk in stream]
 
         return await asyncio.gather(*map(chunks, PROMPTS, texts))
+
+
+def _client(address: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600)
 
 
 def _prediction(text: str) -> dict[str, Any]:
