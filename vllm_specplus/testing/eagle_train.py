@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm_specplus.testing.answers import answers
 from vllm_specplus.testing.eagle_net import EagleHead, HeadShape, head_config
 from vllm_specplus.testing.real_prompts import fresh_questions, openings, passages, questions
-from vllm_specplus.testing.tiny_train import Muon
 
 _SHORTEST = 16  # tokens of a text that is learned from
 
@@ -44,7 +43,11 @@ class HeadSettings:
         feature_layers: the number of the target's layers before each place that the head reads.
         draft_vocab_size: the most frequent tokens, which the head can draft.
         passes: of each epoch, how many are trained; later ones work on what earlier ones made.
-        step_tokens: most tokens of a training step, padding included.
+        read_tokens: most tokens that the target reads at once, padding included.
+        step_tokens: most tokens of a training step, padding included; a longer text has a step of its own. Many small
+            steps get further in the same time than few large ones.
+        sharpness: the target's logits are multiplied by it before they are learned. Above 1 its first choice counts for
+            more, which is what a greedy draft has to be.
     """
 
     answers: int = 1280
@@ -55,9 +58,10 @@ class HeadSettings:
     feature_layers: tuple[int, ...] = (9, 19, 30)
     draft_vocab_size: int = 8192
     passes: tuple[int, ...] = (1, 1, 2)
-    step_tokens: int = 1024
-    matrix_rate: float = 0.01
-    vector_rate: float = 1e-3
+    read_tokens: int = 1024
+    step_tokens: int = 320
+    learning_rate: float = 1e-3
+    sharpness: float = 1.5
     seed: int = 0
 
 
@@ -174,7 +178,7 @@ def read_texts(
         hooks.append(module.register_forward_pre_hook(keep(place)))
     features: dict[int, Tensor] = {}
     task = bar.add_task("the model reads", total=len(found))
-    for rows in _rows([len(found[i][0]) for i in order], settings.step_tokens):
+    for rows in _rows([len(found[i][0]) for i in order], settings.read_tokens):
         numbers = [order[row] for row in rows]
         batch = nn.utils.rnn.pad_sequence([found[i][0] for i in numbers], batch_first=True)
         with torch.inference_mode():
@@ -258,30 +262,18 @@ class Trainer:
         texts = sorted(texts, key=lambda text: len(text.tokens))
         batches = list(_rows([len(text.tokens) for text in texts], settings.step_tokens))
         num_steps = len(settings.passes) * len(batches)
-        optimizers = self._optimizers()
-        schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: _rate(step / num_steps)) for o in optimizers]
+        optimizer = torch.optim.Adam(self.head.parameters(), settings.learning_rate, betas=(0.9, 0.95), fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / num_steps))
         task = bar.add_task("the head learns", total=num_steps)
         for passes in settings.passes:
             rng.shuffle(batches)
             for rows in batches:
                 loss = self._loss([texts[row] for row in rows], passes)
                 loss.backward()
-                for optimizer, schedule in zip(optimizers, schedules, strict=True):
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    schedule.step()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
                 bar.update(task, advance=1, description=f"the head learns, loss {loss.item():.2f}")
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        by_size: dict[torch.Size, list[nn.Parameter]] = {}
-        others: list[nn.Parameter] = []
-        for name, parameter in self.head.named_parameters():
-            is_matrix = parameter.ndim == 2 and name != "lm_head.weight"
-            (by_size.setdefault(parameter.shape, []) if is_matrix else others).append(parameter)
-        return [
-            *(Muon(matrices, self.settings.matrix_rate, dtype=torch.bfloat16) for matrices in by_size.values()),
-            torch.optim.Adam(others, self.settings.vector_rate, betas=(0.9, 0.95), fused=True),
-        ]
 
     def _hidden(self, batch: list[Text], passes: int) -> tuple[list[Tensor], Tensor, Tensor]:
         """What the head makes of texts, by pass; the target's last hidden states; which places count."""
@@ -306,7 +298,7 @@ class Trainer:
             with torch.autocast("cpu", torch.bfloat16):
                 drafts = self.head.lm_head(states[counts])
                 teacher = functional.linear(last[:, places][counts], lm_head)
-            teacher = teacher.float().softmax(dim=-1)
+            teacher = (self.settings.sharpness * teacher.float()).softmax(dim=-1)
             loss = loss + 0.7**i * functional.cross_entropy(drafts.float(), teacher)
         return loss
 

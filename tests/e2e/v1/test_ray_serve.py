@@ -24,7 +24,7 @@ pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ra
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "ray_serve.py"
 sys.path.append(str(SCRIPT.parent))
-import ray_serve
+import ray_serve  # noqa: E402
 
 # What an adaptive hybrid drafts depends on times: a model whose passes cost too much sleeps.
 HYBRID = ray_serve.HYBRID | {"adaptive": False}

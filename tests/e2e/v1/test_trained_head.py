@@ -31,7 +31,8 @@ SETTINGS = HeadSettings(
     feature_layers=(1, 2),
     draft_vocab_size=96,
     passes=(1, 1, 1, PASSES),
-    step_tokens=512,
+    step_tokens=256,
+    learning_rate=3e-3,
 )
 
 
