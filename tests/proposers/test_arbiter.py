@@ -109,14 +109,15 @@ def chance(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[int]
 
     def of_chain(which: int, n: int) -> int:
         (source, start), (tokens, agreed) = case["chains"][which], case["offers"][which]
-        key = COPIED + (source - NGRAM) * NUM_LENGTHS + length_class(agreed + n)
-        if n == 0 and start < len(model):
-            if tokens[0] == model[start]:
-                same = [length for token, length in voices(start) if token == tokens[0]]
-                key = _arbiter.AGREED + length_class(max(same))
-            else:
-                key = CONTRARY + (source - NGRAM) * NUM_LENGTHS + length_class(agreed)
-        return case["chances"][key]
+        by_source = (source - NGRAM) * NUM_LENGTHS + length_class(agreed + n)
+        copied = case["chances"][COPIED + by_source]
+        if n > 0 or start >= len(model):
+            return copied
+        if tokens[0] != model[start]:
+            return case["chances"][CONTRARY + by_source]
+        same = [length for token, length in voices(start) if token == tokens[0]]
+        agreed_chance = case["chances"][_arbiter.AGREED + length_class(max(same))]
+        return max(agreed_chance, copied) if source == REFERENCE else agreed_chance
 
     for which, n in drafts:
         if which < 0:
@@ -620,3 +621,43 @@ def test_constants_are_those_of_the_compiled_half() -> None:
     from vllm_specplus.proposers import _arbiter, arbiter
 
     assert (arbiter._SHIFT, arbiter._ONE, arbiter.ASLEEP) == (_arbiter.SHIFT, _arbiter.ONE, _arbiter.ASLEEP)
+
+
+def test_a_source_is_known_while_the_model_is_awake() -> None:
+    """Its first tokens are judged under the key of a copy too, whether the model says the same or not."""
+    play = Play([(NGRAM, 0)], 1, num_steps=1)
+    before = play.arbiter.table.chances.copy()
+    play.step({0: ([5], 3)}, model=[5])
+    play.text.append(5)
+    play.step({0: ([6], 3)}, model=[7])
+    play.text.append(6)
+    play.begin()
+    table, copied = play.arbiter.table, COPIED + length_class(3)
+    assert table.trials[copied] == _arbiter.PRIOR_TRIALS + 2 * _arbiter.TRIAL
+    assert table.chances[copied] > before[copied]
+    trials = [table.trials[key + length_class(3)] for key in (_arbiter.AGREED, CONTRARY)]
+    assert trials == [_arbiter.PRIOR_TRIALS + _arbiter.TRIAL] * 2
+
+
+@pytest.mark.parametrize(
+    ("chain", "model", "derived"), [(1.0, 0.8, 1.0), (0.0, 0.8, 0.0), (0.5, 0.5, 1 / 3), (0.9, 1.0, 0.0)]
+)
+def test_a_contrary_draft_goes_by_what_is_known_of_both(chain: float, model: float, derived: float) -> None:
+    play = Play([(NGRAM, 0)], 1, num_steps=1)
+    table, key = play.arbiter.table, COPIED + length_class(4)
+    for which, share in ((key, chain), (ALONE, model)):
+        table.hits[which] = share * table.trials[which]
+    play.begin()
+    contrary = key - COPIED + CONTRARY
+    hits = table.hits[contrary] / _arbiter.TRIAL + 6 * derived
+    assert table.chances[contrary] / ONE == pytest.approx(hits / (4 + 6), abs=0.001)
+
+
+def test_a_reference_that_the_model_agrees_with_counts_as_much_as_without_it() -> None:
+    play = Play([(NGRAM, 0), (REFERENCE, 0)], 1, num_steps=1)
+    chances = np.full(_arbiter.NUM_KEYS, ONE // 2)
+    chances[COPIED:] = ONE * 9 // 10
+    play.chances = chances
+    play.arbiter.set_prices(Prices(0.6, 1.0))
+    assert play.step({0: ([5], 3)}, model=[5]).num_drafts[0] == 0
+    assert play.step({1: ([5], 3)}, model=[5]).num_drafts[0] == 1

@@ -152,11 +152,20 @@ def test_prices_are_what_the_time_would_bring() -> None:
     pace = Pace()
     costs = Costs(1.0, 0.1, 0.3, 0.2)
     assert pace.prices(costs, 4).slot == pytest.approx(0.4)
-    for _ in range(100):
+    for _ in range(600):
         pace.add(3, 2.0)
     prices = pace.prices(costs, 2)
     assert (prices.slot, prices.first_pass, prices.later_pass) == pytest.approx((0.3, 0.9, 0.6))
     assert prices.step == pytest.approx(1.5)
+
+
+def test_a_lucky_first_step_does_not_make_the_drafts_of_later_requests_dear() -> None:
+    pace, costs = Pace(), Costs(1.0, 0.2)
+    pace.add(24, 5.8)
+    for _ in range(20):
+        pace.add(1, 1.0)
+    pace.begin_request(1)
+    assert 0.2 < pace.prices(costs, 1).slot < 0.2 * 1.75
 
 
 def test_the_pace_follows_sooner_after_a_request_has_begun() -> None:

@@ -90,7 +90,7 @@ def test_another_batch_has_prices_at_once(clock: SimpleNamespace) -> None:
 
 def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
     prices = make_prices()
-    play_with_passes(prices, clock, 100, num_drafts=3)
+    play_with_passes(prices, clock, 600, num_drafts=3)
     found = prices.agree(1)
     assert found.first_pass == found.later_pass == pytest.approx(0.25 * 3 / 1.5)
     assert found.step == pytest.approx(1.0 * 3 / 1.5)

@@ -31,6 +31,7 @@ NUM_KEYS = COPIED + NUM_SOURCES * NUM_LENGTHS
 TRIAL = 1 << 8
 """What a trial adds to the counts, which are halved to forget."""
 PRIOR_TRIALS = 4 * TRIAL
+DERIVED_TRIALS = 6 * TRIAL  # what other keys tell of one counts as so many
 MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
 MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
 # Where a request's records begin: those of each source, and of each source's disputed drafts. A draft is disputed where
@@ -191,14 +192,19 @@ def _model_key(offers: Offers, row: int, place: int, passes: int) -> int:
 
 
 @compiled(allocates=False, forceinline=True)
+def _copied_key(offers: Offers, row: int, c: int, n: int) -> int:
+    """The key of token n of a chain, whatever the model says."""
+    return COPIED + (offers.sources[c] - NGRAM) * NUM_LENGTHS + length_class(offers.agreed[row, c] + n)
+
+
+@compiled(allocates=False, forceinline=True)
 def _chain_key(offers: Offers, row: int, c: int, n: int, passes: int) -> int:
     """The key of token n of a chain."""
-    start = offers.starts[c]
-    by_source = (offers.sources[c] - NGRAM) * NUM_LENGTHS + length_class(offers.agreed[row, c] + n)
+    start, copied = offers.starts[c], _copied_key(offers, row, c, n)
     if n > 0 or start >= passes or offers.is_blind:
-        return COPIED + by_source
+        return copied
     if offers.chains[row, c, 0] != offers.model[row, start]:
-        return CONTRARY + by_source
+        return copied - COPIED + CONTRARY
     return AGREED + length_class(_agreement(offers, row, start, passes)[2])
 
 
@@ -263,12 +269,17 @@ def _agreeing(offers: Offers, row: int, c: int, n: int, agreeing: int) -> int:
 
 @compiled(allocates=False, forceinline=True)
 def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, agreeing: int, n: int, passes: int) -> int:
-    """The chance of token n of chains that agree so far: the best that one of them has."""
+    """The chance of token n of chains that agree so far: the best that one of them has.
+
+    Where the model agrees too, a reference's chance is not less than without the model.
+    """
     best = 0
     for c in range(len(offers.starts)):
         if agreeing >> c & 1:
-            key = _chain_key(offers, row, c, n, passes)
-            best = max(best, _chance(beliefs, row, key, offers.sources[c]))
+            source, key = offers.sources[c], _chain_key(offers, row, c, n, passes)
+            best = max(best, _chance(beliefs, row, key, source))
+            if source == REFERENCE and key < DIFFERED:
+                best = max(best, _chance(beliefs, row, _copied_key(offers, row, c, n), source))
     return best
 
 
@@ -412,10 +423,16 @@ def _repeats(offers: Offers, row: int, c: int) -> bool:
 
 
 @compiled(allocates=False, forceinline=True)
-def _count(table: Table, record: Record, key: int, row: int, source: int, hit: bool) -> None:
-    """Count a trial of a key, which a source has made for a request."""
+def _count_in_table(table: Table, key: int, hit: bool) -> None:
+    """Count a trial of a key."""
     table.new_trials[key] += 1
     table.new_hits[key] += hit
+
+
+@compiled(allocates=False, forceinline=True)
+def _count(table: Table, record: Record, key: int, row: int, source: int, hit: bool) -> None:
+    """Count a trial of a key, which a source has made for a request."""
+    _count_in_table(table, key, hit)
     which = _record_of(key, source)
     record.trials[row, which] += ONE
     record.expected[row, which] += table.chances[key]
@@ -491,10 +508,13 @@ def judge(
                 continue
             for n in range(min(offers.lengths[row, c], num_new - start)):
                 hit = offers.chains[row, c, n] == token_ids[i, first + start + n]
+                key = _chain_key(offers, row, c, n, passes)
+                if key < COPIED:
+                    _count_in_table(table, _copied_key(offers, row, c, n), hit)
                 # A draft that is the model's as well has been judged as the model's.
                 is_shared = n == 0 and start < passes and offers.chains[row, c, 0] == offers.model[row, start]
                 if not is_shared or offers.is_blind:
-                    _count(table, record, _chain_key(offers, row, c, n, passes), row, offers.sources[c], hit)
+                    _count(table, record, key, row, offers.sources[c], hit)
                 if not hit:
                     break
         for which in range(NUM_RECORDS):
@@ -521,6 +541,20 @@ def update_chances(table: Table) -> None:
             table.trials[key] >>= 1
             table.hits[key] >>= 1
         table.chances[key] = table.hits[key] * ONE // max(table.trials[key], 1)
+    for key in range(CONTRARY, COPIED):
+        derived = _derived_chance(table.chances[key - CONTRARY + COPIED], table.chances[ALONE])
+        hits = table.hits[key] * ONE + DERIVED_TRIALS * derived
+        table.chances[key] = hits // (table.trials[key] + DERIVED_TRIALS)
+
+
+@compiled(allocates=False, forceinline=True)
+def _derived_chance(chain: int, model: int) -> int:
+    """The chance of a chain's token where the model says otherwise, by the chances of both.
+
+    It is that of a chain which is right while the model is not, among the cases that not both are right.
+    """
+    right = chain * (ONE - model) >> SHIFT
+    return right * ONE // max(right + ONE - chain, 1)
 
 
 @compiled(allocates=False, forceinline=True)
@@ -769,7 +803,8 @@ def begin_step(state: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray,
     positions = _per_request(state, _OFFER_POSITIONS)
     record, foregone = _record_in(state), _foregone_in(state)
     num_new = judge(token_ids, num_tokens, rows, positions, offers, table, record, foregone)
-    update_chances(table)
+    if len(rows) > 0:
+        update_chances(table)
     credits, is_anyone_awake = _per_request(state, _CREDITS), False
     for i in range(len(rows)):
         row = rows[i]

@@ -21,10 +21,15 @@ key          the draft
 `COPIED`     a chain's, where the model says nothing; by its source and the tokens that agreed before it
 ===========  ==========================================================================================
 
+A chain's first token is judged under `COPIED` too, whatever the model says. So a source is known as well while the
+model is awake. What `COPIED` and `ALONE` tell of a `CONTRARY` draft counts as some trials of it: few texts have many of
+these drafts.
+
 An agreement grows by one with each token of a chain, so one table serves first and later tokens. All requests share it,
 and the older of its trials count less. Four misses in a row halve what was known: the source may have turned.
 
-Chains that say the same may have other chances, since one knows more than the other: the better one counts.
+Chains that say the same may have other chances, since one knows more than the other: the better one counts. A reference
+that the model agrees with counts at least as much as without the model.
 
 Yet one text repeats itself less than another. So each request has a record of its own: how often each source was right
 in it, and how often that was expected. Where it was right less often, its chances in this request are less by as much.

@@ -11,6 +11,7 @@ from vllm_specplus.proposers.arbiter import Prices
 
 _YOUNG, _OLD = 8, 40  # steps that the pace remembers when a request has just begun, and at most
 _USUAL = 400
+_PRIOR_STEPS = 8  # of one token each, before the first: a lucky one would make all drafts dear for hundreds of steps
 _COST_MEMORY = 256
 _NUM_RECENT = 32
 _MOST_TIMES_MEDIAN = 3.0  # what took longer, for its tokens, counts as this: a pause of the machine is no cost
@@ -47,7 +48,8 @@ class Pace:
     """How many tokens a usual step's time brings a request, as it was lately. A new request may bring another pace."""
 
     def __init__(self) -> None:
-        self._recent = self._usual = (0.0, 0.0)  # a request's tokens and the time of a step, on average
+        self._recent = self._usual = (1.0, 1.0)  # a request's tokens and the time of a step, on average
+        self._num_steps = _PRIOR_STEPS
         self._memory = _YOUNG
 
     def begin_request(self, num_reqs: int) -> None:
@@ -59,10 +61,9 @@ class Pace:
     def add(self, num_tokens: float, time: float) -> None:
         """Add a step: the tokens of a request, on average, and how many usual steps of its batch the step took."""
         step = (num_tokens, time)
-        if not self._usual[1]:
-            self._recent = self._usual = step
+        self._num_steps = min(self._num_steps + 1, _USUAL)
         self._recent = _mixed(self._recent, step, 1 / self._memory)
-        self._usual = _mixed(self._usual, step, 1 / _USUAL)
+        self._usual = _mixed(self._usual, step, 1 / self._num_steps)
         self._memory = min(self._memory + 1, _OLD)
 
     def prices(self, costs: Costs, num_reqs: int) -> Prices:
@@ -73,7 +74,7 @@ class Pace:
             num_reqs: the requests of the batch.
         """
         tokens, time = self._recent
-        step = tokens / time if time else 1.0
+        step = tokens / time
         per_time = step * num_reqs / costs.step
         return Prices(
             per_time * costs.slot,

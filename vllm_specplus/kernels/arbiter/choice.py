@@ -24,6 +24,7 @@ from vllm_specplus.kernels.checks import check_rows, check_vector
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, make_counts, store_counts
 
 _MODEL = tl.constexpr(sources.MODEL)
+_REFERENCE = tl.constexpr(sources.REFERENCE)
 _UNFILLED = tl.constexpr(sources.UNFILLED)
 
 
@@ -228,6 +229,10 @@ def _chances_of_chains(offers, record, row, chains, chances_ptr, rooms, sizes):
     chances = tl.load(chances_ptr + keys, mask=rooms > 0, other=0)
     chances = scaled(chances, factors(record, row, records_of(keys, chains.sources)))
     own_first = tl.where(rooms > 0, chances, 0)
+    if not sizes.IS_BLIND:
+        is_shared = chains.is_models & (chains.sources == _REFERENCE)
+        alone = tl.sum(tl.where(slots[None, :] == 0, own, 0), axis=1)
+        own_first = tl.where(is_shared, tl.maximum(own_first, alone), own_first)
 
     p_chains = offers.chains + row * sizes.NUM_CHAINS * sizes.WIDTH
     tokens = tl.load(p_chains + which[:, None] * sizes.WIDTH + slots[None, :], mask=is_token, other=-1)

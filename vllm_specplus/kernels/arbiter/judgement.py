@@ -19,7 +19,11 @@ from vllm_specplus.kernels.arbiter.keys import (
     scaled,
 )
 from vllm_specplus.kernels.arbiter.state import (
+    ALONE,
     ASLEEP,
+    CONTRARY,
+    COPIED,
+    DERIVED_TRIALS,
     MAX_EXPECTED,
     MAX_MISSES,
     MAX_TRIALS,
@@ -29,6 +33,7 @@ from vllm_specplus.kernels.arbiter.state import (
     NUM_RECORDS,
     ONE,
     SETTLED,
+    SHIFT,
     TRIAL,
     State,
 )
@@ -172,6 +177,8 @@ def _judge(texts, offers, table, record, foregone, positions_ptr, num_new_ptr, r
     keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots)
     keys_of_first = first_keys(chains, sizes)
     if not sizes.IS_BLIND:
+        # Whatever the model says, it tells of the source.
+        _count(table, keys, is_judged & (slots == 0) & chains.has_model[:, None], is_hit)
         # A draft that is the model's as well has been judged as the model's.
         is_judged = is_judged & ((slots > 0) | (chains.is_models == 0)[:, None])
         keys = tl.where(slots == 0, keys_of_first[:, None], keys)
@@ -300,3 +307,11 @@ def _update(table, BLOCK_KEYS: tl.constexpr):
     tl.store(table.trials + keys, trials, mask=is_key)
     tl.store(table.misses + keys, tl.where(has_turned, 0, misses), mask=is_key)
     tl.store(table.chances + keys, hits * ONE // tl.maximum(trials, 1), mask=is_key)
+    tl.debug_barrier()  # the chances that others are derived from are read after it
+    is_derived = (keys >= CONTRARY) & (keys < COPIED)
+    chain = tl.load(table.chances + keys + (COPIED - CONTRARY), mask=is_derived, other=0)
+    right = chain * (ONE - tl.load(table.chances + ALONE)) >> SHIFT
+    derived = right * ONE // tl.maximum(right + ONE - chain, 1)
+    derived = (hits * ONE + DERIVED_TRIALS * derived) // (trials + DERIVED_TRIALS)
+    tl.debug_barrier()  # other threads of this program may still read the same chances
+    tl.store(table.chances + keys, derived, mask=is_derived)
