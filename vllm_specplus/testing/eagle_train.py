@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm_specplus.testing.answers import answers
 from vllm_specplus.testing.eagle_net import EagleHead, HeadShape, head_config
 from vllm_specplus.testing.real_prompts import fresh_questions, openings, passages, questions
+from vllm_specplus.testing.tiny_train import Muon
 
 _SHORTEST = 16  # tokens of a text that is learned from
 
@@ -44,8 +45,8 @@ class HeadSettings:
         draft_vocab_size: the most frequent tokens, which the head can draft.
         passes: of each epoch, how many are trained; later ones work on what earlier ones made.
         read_tokens: most tokens that the target reads at once, padding included.
-        step_tokens: most tokens of a training step, padding included; a longer text has a step of its own. Many small
-            steps get further in the same time than few large ones.
+        step_tokens: most tokens of a training step, padding included. Half as many make twice the steps, which brings
+            far more than it costs.
         sharpness: the target's logits are multiplied by it before they are learned. Above 1 its first choice counts for
             more, which is what a greedy draft has to be.
     """
@@ -56,11 +57,12 @@ class HeadSettings:
     passages: int = 120
     passage_tokens: int = 512
     feature_layers: tuple[int, ...] = (9, 19, 30)
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int = 12288
     passes: tuple[int, ...] = (1, 1, 2)
     read_tokens: int = 1024
-    step_tokens: int = 320
-    learning_rate: float = 1e-3
+    step_tokens: int = 512
+    matrix_rate: float = 0.012
+    vector_rate: float = 2e-3
     sharpness: float = 1.5
     seed: int = 0
 
@@ -262,18 +264,30 @@ class Trainer:
         texts = sorted(texts, key=lambda text: len(text.tokens))
         batches = list(_rows([len(text.tokens) for text in texts], settings.step_tokens))
         num_steps = len(settings.passes) * len(batches)
-        optimizer = torch.optim.Adam(self.head.parameters(), settings.learning_rate, betas=(0.9, 0.95), fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / num_steps))
+        optimizers = self._optimizers()
+        schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: _rate(step / num_steps)) for o in optimizers]
         task = bar.add_task("the head learns", total=num_steps)
         for passes in settings.passes:
             rng.shuffle(batches)
             for rows in batches:
                 loss = self._loss([texts[row] for row in rows], passes)
                 loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
+                for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    schedule.step()
                 bar.update(task, advance=1, description=f"the head learns, loss {loss.item():.2f}")
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        by_size: dict[torch.Size, list[nn.Parameter]] = {}
+        others: list[nn.Parameter] = []
+        for name, parameter in self.head.named_parameters():
+            is_matrix = parameter.ndim == 2 and name != "lm_head.weight"
+            (by_size.setdefault(parameter.shape, []) if is_matrix else others).append(parameter)
+        return [
+            *(Muon(matrices, self.settings.matrix_rate, dtype=torch.bfloat16) for matrices in by_size.values()),
+            torch.optim.Adam(others, self.settings.vector_rate, betas=(0.9, 0.95), fused=True),
+        ]
 
     def _hidden(self, batch: list[Text], passes: int) -> tuple[list[Tensor], Tensor, Tensor]:
         """What the head makes of texts, by pass; the target's last hidden states; which places count."""

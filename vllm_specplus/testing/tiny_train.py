@@ -71,11 +71,15 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose update is replaced by the nearest orthogonal matrix (Jordan et al., 2024).
 
     On a budget of a few hundred steps it gets further than AdamW. All parameters must be matrices ``[out, in]`` of one
-    size: they are treated as one batch, since single products would be too small to be fast.
+    size: they are treated as one batch, since single products would be too small to be fast. ``dtype`` is that of the
+    products.
     """
 
-    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
+        self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -85,7 +89,7 @@ class Muon(torch.optim.Optimizer):
             gradient = torch.stack([weight.grad for weight in weights])
             buffer = self.state[weights[0]].setdefault("momentum", torch.zeros_like(gradient))
             buffer.lerp_(gradient, 1 - group["momentum"])
-            updates = orthogonalize(gradient.lerp_(buffer, group["momentum"]))
+            updates = orthogonalize(gradient.lerp_(buffer, group["momentum"]).to(self._dtype))
             scale = -group["lr"] * max(1.0, rows / columns) ** 0.5
             for weight, update in zip(weights, updates, strict=True):
                 weight.add_(update, alpha=scale)

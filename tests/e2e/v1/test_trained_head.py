@@ -31,8 +31,7 @@ SETTINGS = HeadSettings(
     feature_layers=(1, 2),
     draft_vocab_size=96,
     passes=(1, 1, 1, PASSES),
-    step_tokens=256,
-    learning_rate=3e-3,
+    step_tokens=512,
 )
 
 
