@@ -3,14 +3,15 @@
 The model writes a hundred texts of four kinds (`replayed_texts`), and its drafter is made better and worse at random.
 Every bound is that of the project's goals. Some cells miss theirs and are left out:
 
-- Single kinds beside the best way without the model, where 24 slots cost .2 each: .93 of .95.
-- Single kinds with an unrelated reference, there: .93 of .95.
-- All kinds together with a drafter that never pays, there: .96 of .97.
-- A reference that is the whole text, with 24 slots: .87 of .95, and .89 for all kinds together.
+- Single kinds with an unrelated reference, where 24 slots cost .2 each: .94 of .95.
+- All kinds together with a drafter that never pays, there: .966 of .97.
+- A reference that is the whole text, with 24 slots: .89 of .95, and .94 for all kinds together.
 """
 
 import itertools
 import json
+import random
+import statistics
 import subprocess
 import sys
 from collections.abc import Collection, Iterable
@@ -30,6 +31,7 @@ PASSES, WINDOWS, DRAFT_COSTS, SLOT_COSTS = (1, 3), (5, 24), (0.03, 0.15), (0.01,
 CHEAP_DRAFTS = 0.08  # up to this draft cost, adaptive drafting has a goal beside the ways without the model
 WITH_MODEL, WITHOUT_MODEL = ("model", "append", "override"), ("none", "ngram", "suffix")
 MAX_TOKENS = 96
+NUM_ORDERS = 3
 
 pytestmark = pytest.mark.slow
 
@@ -65,21 +67,29 @@ class Cell:
 
 
 def cells_of(rows: list[Row], folder: Path) -> list[Cell]:
-    """Every kind, and all together, at every corner of the costs."""
-    file = folder / "replayed.json"
-    file.write_text(json.dumps(rows))
-    traces = replay.read_traces(file, max(PASSES))
-    cells = []
-    for passes, width in itertools.product(PASSES, WINDOWS):
-        offers, matchers = replay.offers_of(traces, passes, width), replay.new_matchers(traces, passes, width)
-        for draft_cost, slot_cost in itertools.product(DRAFT_COSTS, SLOT_COSTS):
-            setting = replay.Setting(passes, width, draft_cost, slot_cost)
-            speeds: dict[str, dict[str, float]] = {}
-            for row in replay.rows_of_drafters(traces, offers, matchers, setting):
-                of_kind = speeds.setdefault(row.kind, {})
-                of_kind[row.way] = max(row.speed, of_kind.get(row.way, 0))
-            cells += [Cell(kind, setting, found) for kind, found in speeds.items()]
-    return cells
+    """Every kind, and all together, at every corner of the costs; each speed is the mean of several orders of texts.
+
+    What adaptive drafting learns from one text it uses in the next, so in a single order it may be lucky.
+    """
+    found: dict[tuple[str, replay.Setting], list[dict[str, float]]] = {}
+    for order in range(NUM_ORDERS):
+        file = folder / f"replayed-{order}.json"
+        file.write_text(json.dumps(random.Random(order).sample(rows, len(rows))))
+        traces = replay.read_traces(file, max(PASSES))
+        for passes, width in itertools.product(PASSES, WINDOWS):
+            offers, matchers = replay.offers_of(traces, passes, width), replay.new_matchers(traces, passes, width)
+            for draft_cost, slot_cost in itertools.product(DRAFT_COSTS, SLOT_COSTS):
+                setting = replay.Setting(passes, width, draft_cost, slot_cost)
+                speeds: dict[str, dict[str, float]] = {}
+                for row in replay.rows_of_drafters(traces, offers, matchers, setting):
+                    of_kind = speeds.setdefault(row.kind, {})
+                    of_kind[row.way] = max(row.speed, of_kind.get(row.way, 0))
+                for kind, by_way in speeds.items():
+                    found.setdefault((kind, setting), []).append(by_way)
+    return [
+        Cell(kind, setting, {way: statistics.mean(each[way] for each in orders) for way in orders[0]})
+        for (kind, setting), orders in found.items()
+    ]
 
 
 def check(cells: Iterable[Cell], least: float, ways: Collection[str]) -> None:
@@ -115,7 +125,7 @@ def test_each_kind_beside_the_ways_with_the_model(cells: list[Cell]) -> None:
 
 def test_each_kind_beside_the_ways_without_the_model(cells: list[Cell]) -> None:
     chosen = (cell for cell in cells if cell.kind != replay.ALL and cell.setting.draft_cost <= CHEAP_DRAFTS)
-    check((cell for cell in chosen if not cell.is_long_and_dear), 0.95, WITHOUT_MODEL)
+    check(chosen, 0.95, WITHOUT_MODEL)
 
 
 def test_all_kinds_together(cells: list[Cell]) -> None:
