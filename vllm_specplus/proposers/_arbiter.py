@@ -803,8 +803,7 @@ def begin_step(state: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray,
     positions = _per_request(state, _OFFER_POSITIONS)
     record, foregone = _record_in(state), _foregone_in(state)
     num_new = judge(token_ids, num_tokens, rows, positions, offers, table, record, foregone)
-    if len(rows) > 0:
-        update_chances(table)
+    update_chances(table)
     credits, is_anyone_awake = _per_request(state, _CREDITS), False
     for i in range(len(rows)):
         row = rows[i]

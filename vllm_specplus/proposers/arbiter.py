@@ -248,7 +248,8 @@ class Arbiter:
         chances = prior_chances()
         new_hits, new_trials, misses = (np.zeros_like(chances) for _ in range(3))
         trials = np.full_like(chances, _arbiter.PRIOR_TRIALS)
-        self.table = _arbiter.Table(new_hits, new_trials, chances * trials // _arbiter.ONE, trials, misses, chances)
+        hits = chances * trials // _arbiter.ONE
+        self.table = _arbiter.Table(new_hits, new_trials, hits, trials, misses, chances.copy())
         num_chains = len(sources)
         self._offers = _arbiter.Offers(
             model=np.zeros((max_num_reqs, num_model_steps), np.int32),
@@ -289,6 +290,8 @@ class Arbiter:
         self._steps_with_drafts = self._steps_dropped = 0
         self.set_prices(Prices(0.0, 1.0))
         self._load_compiled()
+        # The first real step is to begin with the prior, as on V2.
+        self.table.chances[:] = chances
 
     def _load_compiled(self) -> None:
         """Take a step without requests: to compile or to load a function takes longer than the steps to be timed."""
