@@ -511,9 +511,8 @@ def judge(
                 key = _chain_key(offers, row, c, n, passes)
                 if key < COPIED:
                     _count_in_table(table, _copied_key(offers, row, c, n), hit)
-                # A draft that is the model's as well has been judged as the model's.
-                is_shared = n == 0 and start < passes and offers.chains[row, c, 0] == offers.model[row, start]
-                if not is_shared or offers.is_blind:
+                # A draft that is the model's as well, whose key is AGREED, has been judged as the model's.
+                if key >= DIFFERED:
                     _count(table, record, key, row, offers.sources[c], hit)
                 if not hit:
                     break
