@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,7 +46,7 @@ def main() -> None:
     try:
         args.results.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.exit(f"{args.results} is not allowed: a folder ({error.strerror})")
+        refuse(f"{args.results} is not allowed: a folder ({error.strerror})")
     rows = read_rows(args.prompts, args.sampling_params)
     done = finished_ids(args.results, rows)
     left = [row for row in rows if row["id"] not in done]
@@ -73,6 +73,12 @@ def main() -> None:
         print(f"{len(done)} of {len(rows)} rows", flush=True)
     if len(done) < len(rows):
         sys.exit(f"{len(rows) - len(done)} rows have no answer: mend those that were refused, or start again")
+
+
+def refuse(reason: str) -> NoReturn:
+    """End the script with one line."""
+    print(reason, file=sys.stderr)
+    sys.exit(2)
 
 
 def parse_args() -> argparse.Namespace:
@@ -119,12 +125,12 @@ def read_rows(prompts: Path, sampling_params: dict[str, Any]) -> list[dict[str, 
                     {"id": number, "prompt": line.prompt, "sampling_params": sampling_params | {"extra_args": extra}}
                 )
     except OSError as error:
-        sys.exit(f"{prompts} cannot be read: {error.strerror}")
+        refuse(f"{prompts} cannot be read: {error.strerror}")
     except UnicodeDecodeError as error:
-        sys.exit(f"{prompts} is not UTF-8: {error}")
+        refuse(f"{prompts} is not UTF-8: {error}")
     except ValidationError as error:
         first = error.errors()[0]
-        sys.exit(": ".join([f"{prompts}, line {len(rows) + 1}", *map(str, first["loc"]), first["msg"]]))
+        refuse(": ".join([f"{prompts}, line {len(rows) + 1}", *map(str, first["loc"]), first["msg"]]))
     return rows
 
 
@@ -135,7 +141,7 @@ def finished_ids(folder: Path, rows: list[dict[str, Any]]) -> set[int]:
         found |= {row["id"]: row["prompt"] for row in pq.read_table(file, columns=["id", "prompt"]).to_pylist()}
     for number, prompt in sorted(found.items()):
         if number >= len(rows) or rows[number]["prompt"] != prompt:
-            sys.exit(f"{folder} is not allowed: its row {number} has another prompt than line {number + 1}")
+            refuse(f"{folder} is not allowed: its row {number} has another prompt than line {number + 1}")
     return set(found)
 
 

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 import vllm
@@ -29,7 +29,7 @@ def main() -> None:
         try:
             socket.create_server((args.host, args.port)).close()
         except (OSError, OverflowError) as error:
-            sys.exit(f"--host {args.host} --port {args.port} is not allowed: an address that is free ({error})")
+            refuse(f"--host {args.host} --port {args.port} is not allowed: an address that is free ({error})")
     # Otherwise the engine of a killed replica would live on, with the memory that the next one needs.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
     ray.init(**args.ray)
@@ -44,8 +44,14 @@ def main() -> None:
         # Ray would print its workers' logs after the error.
         ray.shutdown()
         versions = f"Ray {ray.__version__} does not run beside vLLM {vllm.__version__}"
-        sys.exit(f"{versions}: {error}. Install 'vllm<0.33'")
+        refuse(f"{versions}: {error}. Install 'vllm<0.33'")
     serve.run(deployment, blocking=True)
+
+
+def refuse(reason: str) -> NoReturn:
+    """End the script with one line."""
+    print(reason, file=sys.stderr)
+    sys.exit(2)
 
 
 def parse_args() -> argparse.Namespace:

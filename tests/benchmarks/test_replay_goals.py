@@ -1,7 +1,8 @@
 """The goals of adaptive drafting in replay, on texts of the trained tiny model, at the corners of the costs.
 
 The model writes a hundred texts of four kinds (`replayed_texts`), and its drafter is made better and worse at random.
-Every bound is that of the project's goals. Some cells miss theirs and are left out:
+Every bound is that of the project's goals, for the mean of three orders of the texts. Some cells miss theirs. They have
+a bound of their own, a little under what was measured:
 
 - Single kinds with an unrelated reference, where 24 slots cost .2 each: .94 of .95.
 - All kinds together with a drafter that never pays, there: .966 of .97.
@@ -69,12 +70,13 @@ class Cell:
 def cells_of(rows: list[Row], folder: Path) -> list[Cell]:
     """Every kind, and all together, at every corner of the costs; each speed is the mean of several orders of texts.
 
-    What adaptive drafting learns from one text it uses in the next, so in a single order it may be lucky.
+    What adaptive drafting learns from one text it uses in the next, so in a single order it may be lucky. In the first
+    order the kinds take turns.
     """
     found: dict[tuple[str, replay.Setting], list[dict[str, float]]] = {}
     for order in range(NUM_ORDERS):
         file = folder / f"replayed-{order}.json"
-        file.write_text(json.dumps(random.Random(order).sample(rows, len(rows))))
+        file.write_text(json.dumps(random.Random(order).sample(rows, len(rows)) if order else rows))
         traces = replay.read_traces(file, max(PASSES))
         for passes, width in itertools.product(PASSES, WINDOWS):
             offers, matchers = replay.offers_of(traces, passes, width), replay.new_matchers(traces, passes, width)
@@ -141,8 +143,9 @@ def test_a_weak_drafter_beside_append(cells: list[Cell]) -> None:
 
 def test_a_drafter_that_never_pays_sleeps(traces: list[Row], tmp_path: Path) -> None:
     cells = cells_of(with_drafts(traces, 1.0, worse), tmp_path)
-    together = (cell for cell in cells if cell.kind == replay.ALL)
+    together = [cell for cell in cells if cell.kind == replay.ALL]
     check((cell for cell in together if not cell.is_long_and_dear), 0.97, WITHOUT_MODEL)
+    check((cell for cell in together if cell.is_long_and_dear), 0.96, WITHOUT_MODEL)
 
 
 def test_a_reference_that_is_followed_but_for_edits(traces: list[Row], tmp_path: Path) -> None:
@@ -153,6 +156,9 @@ def test_a_reference_that_is_followed_but_for_edits(traces: list[Row], tmp_path:
 def test_a_reference_that_is_the_whole_text(traces: list[Row], tmp_path: Path) -> None:
     cells = cells_of([trace | {"reference": trace["output"]} for trace in traces], tmp_path)
     check((cell for cell in cells if cell.setting.width == WINDOWS[0]), 0.95, ("reference",))
+    check((cell for cell in cells if cell.setting.width == WINDOWS[1]), 0.88, ("reference",))
+    together = (cell for cell in cells if cell.kind == replay.ALL)
+    check((cell for cell in together if cell.setting.width == WINDOWS[1]), 0.93, ("reference",))
 
 
 def test_an_unrelated_reference(traces: list[Row], tmp_path: Path) -> None:
@@ -160,8 +166,9 @@ def test_an_unrelated_reference(traces: list[Row], tmp_path: Path) -> None:
     others = [*traces[1:], traces[0]]
     rows = [trace | {"reference": other["output"]} for trace, other in zip(traces, others, strict=True)]
     cells = cells_of(rows, tmp_path)
-    chosen = (cell for cell in cells if cell.kind == replay.ALL or not cell.is_long_and_dear)
-    check(chosen, 0.95, (*WITH_MODEL, *WITHOUT_MODEL))
+    ways = (*WITH_MODEL, *WITHOUT_MODEL)
+    check((cell for cell in cells if cell.kind == replay.ALL or not cell.is_long_and_dear), 0.95, ways)
+    check((cell for cell in cells if cell.is_long_and_dear), 0.93, ways)
 
 
 def edited(output: list[int]) -> list[int]:

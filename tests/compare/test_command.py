@@ -10,7 +10,7 @@ import pytest
 
 from tests.compare import stand_in
 from vllm_specplus.cli import main
-from vllm_specplus.compare import measure
+from vllm_specplus.compare import comparison, measure
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_comparison(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(model, config(2), config(3), options=("--concurrency", "1,16", "--repeat", "3")) == 0
     out, err = capsys.readouterr()
     data = results(model)
-    assert data["recommendation"] in out
+    assert out.splitlines()[-1] == data["recommendation"]
     assert data["recommendation"].startswith("Use draft_model num_speculative_tokens=3, 3.00 times as fast as none")
     assert len(data["measurements"]) == 6
     row = data["measurements"][1]
@@ -108,6 +108,22 @@ def test_a_signal_keeps_what_was_measured(name: str, model: Path, capsys: pytest
     data = results(model)
     assert data["interrupted"]
     assert 1 <= data["measurements"][0]["repeats"] < 4
+
+
+def interrupt(*args: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_a_signal_before_the_first_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "check_model", interrupt)
+    assert compare(model, config(2)) == 130
+    assert not (model.parent / "out").exists()
+
+
+def test_a_signal_while_the_page_is_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "write_report", interrupt)
+    assert compare(model, config(2), options=("--repeat", "1")) == 130
+    assert len(results(model)["measurements"]) == 2
 
 
 def test_another_greedy_text_is_an_error_with_the_two_best_logits(

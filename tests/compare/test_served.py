@@ -130,7 +130,7 @@ def test_fields_of_a_run() -> None:
         Answer(1.0, [1.5], error="the engine has died"),
     ]
     fields = fields_of(answers, 2.0)
-    assert (fields["completed"], fields["failed"], fields["errors"]) == (2, 1, ["the engine has died"])
+    assert (fields["completed"], fields["failed"], fields["errors"]) == (2, 1, ["", "", "the engine has died"])
     assert (fields["total_input_tokens"], fields["total_output_tokens"]) == (30, 8)
     assert (fields["request_throughput"], fields["output_throughput"], fields["total_token_throughput"]) == (1, 4, 19)
     times = {
@@ -170,7 +170,11 @@ def test_field_names_are_those_of_vllm_bench_serve(server: Served, tmp_path: Pat
     assert compare(tmp_path, server.url, options=("--repeat", "1")) == 0
     (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
     source = Path(serve.__file__).read_text()
-    for name in set(run) - {"server", "repeat", "errors"}:
+    data = json.loads((tmp_path / "results.json").read_text())
+    for name in ("model_id", "num_prompts"):
+        assert name in data["settings"]
+        assert f'"{name}"' in source
+    for name in set(run) - {"server", "repeat"}:
         # Those of times are put together from a measure and the time's name.
         of_time = re.fullmatch(r"([a-z]+|p\d+)_(ttft|tpot|itl|e2el)_ms", name)
         if of_time is not None:
@@ -257,7 +261,8 @@ def test_requests_that_fail_are_counted(server: Served, tmp_path: Path, capsys: 
     server.fails_from = 6
     assert compare(tmp_path, server.url, options=("--repeat", "1")) == 1
     (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert (run["completed"], run["failed"], run["errors"]) == (4, 4, ["the engine has died"])
+    assert (run["completed"], run["failed"]) == (4, 4)
+    assert sorted(run["errors"]) == [""] * 4 + ["the engine has died"] * 4
     assert "a request failed: the engine has died" in capsys.readouterr().out
 
 

@@ -41,6 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     except RefusedError as problem:
         print(problem, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        # Before the first run, or where the page is made: what was measured is written by then.
+        return INTERRUPTED
 
 
 @contextmanager
@@ -148,13 +151,13 @@ def _measure_plan(plan: Plan, logs: Path) -> tuple[Measurements, dict[str, Any]]
 
 def _report(out: Path, measurements: Measurements, data: dict[str, Any]) -> int:
     write_results(out, data)
-    console = table_console()
-    print_tables(console, data)
     write_report(out, data)
+    console = table_console()
     said = f"The results are in {out}"
     if not can_plot():
         said += f". matplotlib (the extra plot) draws the plots: python -m vllm_specplus.compare.report {out}"
     console.print(said, highlight=False, markup=False, soft_wrap=True)
+    print_tables(console, data)
     if measurements.is_interrupted:
         return INTERRUPTED
     return int(bool(measurements.failures or measurements.defective()))

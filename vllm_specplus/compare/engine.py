@@ -45,6 +45,8 @@ class _Parser(FlexibleArgumentParser):
 
 def _parse(options: EngineOptions) -> EngineArgs:
     parser = EngineArgs.add_cli_args(_Parser(prog="--engine-args", exit_on_error=False, add_help=False))
+    # Only `best_two` asks for logprobs.
+    parser.set_defaults(gpu_memory_utilization=_MEMORY_OF_ALL / options.num_engines, logprobs_mode="raw_logits")
     try:
         given: Namespace = parser.parse_args(["--model", options.model, *options.words])
         args = EngineArgs.from_cli_args(given)
@@ -54,11 +56,6 @@ def _parse(options: EngineOptions) -> EngineArgs:
         if getattr(args, name) != expected:
             raise RefusedError(f"--engine-args must not have --{name.replace('_', '-')}: the command sets it")
     args.speculative_config = options.config
-    if not any(word.startswith(("--gpu-memory-utilization", "--gpu_memory_utilization")) for word in options.words):
-        args.gpu_memory_utilization = _MEMORY_OF_ALL / options.num_engines
-    if args.logprobs_mode == EngineArgs.logprobs_mode:
-        # Only `best_two` asks for them.
-        args.logprobs_mode = "raw_logits"
     return args
 
 

@@ -192,7 +192,7 @@ def fields_of(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         "duration": seconds,
         "completed": len(whole),
         "failed": len(answers) - len(whole),
-        "errors": sorted({answer.error for answer in answers if answer.error}),
+        "errors": [answer.error for answer in answers],
         "total_input_tokens": num_in,
         "total_output_tokens": num_out,
         "request_throughput": len(whole) / seconds,

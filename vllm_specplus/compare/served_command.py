@@ -110,7 +110,7 @@ def print_runs(console: Console, runs: list[dict[str, Any]]) -> None:
                 table.add_row(str(level), escape(server), *_cells(mine))
         table.add_section()
     console.print(table)
-    for error in sorted({error for each in runs for error in each["errors"]}):
+    for error in sorted({error for each in runs for error in each["errors"] if error}):
         console.print(f"a request failed: {error}", style="bold", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -131,8 +131,8 @@ def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], *, is_inte
     """Write ``results.json`` and ``results.csv``, each in one piece. The page of an earlier comparison goes."""
     settings = {
         "servers": plan.urls,
-        "model": plan.model,
-        "prompts": len(plan.prompts),
+        "model_id": plan.model,
+        "num_prompts": len(plan.prompts),
         "concurrency": plan.concurrency,
         "max_tokens": plan.max_tokens,
         "temperature": plan.temperature,

@@ -31,7 +31,7 @@ NUM_KEYS = COPIED + NUM_SOURCES * NUM_LENGTHS
 TRIAL = 1 << 8
 """What a trial adds to the counts, which are halved to forget."""
 PRIOR_TRIALS = 4 * TRIAL
-DERIVED_TRIALS = 6 * TRIAL  # what other keys tell of one counts as so many
+DERIVED_TRIALS = 6 * TRIAL  # the weight of what other keys tell of one
 MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
 MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
 # Where a request's records begin: those of each source, and of each source's disputed drafts. A draft is disputed where
@@ -278,7 +278,8 @@ def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, agreeing: int,
         if agreeing >> c & 1:
             source, key = offers.sources[c], _chain_key(offers, row, c, n, passes)
             best = max(best, _chance(beliefs, row, key, source))
-            if source == REFERENCE and key < DIFFERED:
+            is_models = key < DIFFERED
+            if is_models and source == REFERENCE:
                 best = max(best, _chance(beliefs, row, _copied_key(offers, row, c, n), source))
     return best
 
@@ -509,10 +510,11 @@ def judge(
             for n in range(min(offers.lengths[row, c], num_new - start)):
                 hit = offers.chains[row, c, n] == token_ids[i, first + start + n]
                 key = _chain_key(offers, row, c, n, passes)
-                if key < COPIED:
+                is_models, is_beside_model = key < DIFFERED, key < COPIED
+                if is_beside_model:
                     _count_in_table(table, _copied_key(offers, row, c, n), hit)
-                # A draft that is the model's as well, whose key is AGREED, has been judged as the model's.
-                if key >= DIFFERED:
+                # A draft that is the model's as well has been judged as the model's.
+                if not is_models:
                     _count(table, record, key, row, offers.sources[c], hit)
                 if not hit:
                     break

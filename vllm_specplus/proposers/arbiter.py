@@ -22,8 +22,8 @@ key          the draft
 ===========  ==========================================================================================
 
 A chain's first token is judged under `COPIED` too, whatever the model says. So a source is known as well while the
-model is awake. What `COPIED` and `ALONE` tell of a `CONTRARY` draft counts as some trials of it: few texts have many of
-these drafts.
+model is awake. Few texts have many `CONTRARY` drafts. So what `COPIED` and `ALONE` at its first place tell of one
+counts as some trials of it.
 
 An agreement grows by one with each token of a chain, so one table serves first and later tokens. All requests share it,
 and the older of its trials count less. Four misses in a row halve what was known: the source may have turned.
@@ -249,7 +249,7 @@ class Arbiter:
         new_hits, new_trials, misses = (np.zeros_like(chances) for _ in range(3))
         trials = np.full_like(chances, _arbiter.PRIOR_TRIALS)
         hits = chances * trials // _arbiter.ONE
-        self.table = _arbiter.Table(new_hits, new_trials, hits, trials, misses, chances.copy())
+        self.table = _arbiter.Table(new_hits, new_trials, hits, trials, misses, chances)
         num_chains = len(sources)
         self._offers = _arbiter.Offers(
             model=np.zeros((max_num_reqs, num_model_steps), np.int32),
@@ -290,8 +290,6 @@ class Arbiter:
         self._steps_with_drafts = self._steps_dropped = 0
         self.set_prices(Prices(0.0, 1.0))
         self._load_compiled()
-        # The first real step is to begin with the prior, as on V2.
-        self.table.chances[:] = chances
 
     def _load_compiled(self) -> None:
         """Take a step without requests: to compile or to load a function takes longer than the steps to be timed."""
@@ -436,7 +434,10 @@ class Arbiter:
 
 
 def prior_chances() -> np.ndarray:
-    """[NUM_KEYS] int64: the chances of each key before anything is known."""
+    """[NUM_KEYS] int64: the chances of each key before anything is known.
+
+    Those of `CONTRARY` are mixed with what others tell of them before they are used.
+    """
     # Only now, as in `Arbiter`.
     from vllm_specplus.proposers import _arbiter
 

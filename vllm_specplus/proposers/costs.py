@@ -11,7 +11,7 @@ from vllm_specplus.proposers.arbiter import Prices
 
 _YOUNG, _OLD = 8, 40  # steps that the pace remembers when a request has just begun, and at most
 _USUAL = 400
-_PRIOR_STEPS = 8  # of one token each, before the first: a lucky one would make all drafts dear for hundreds of steps
+_PRIOR_STEPS = 8  # of one token each, before the first: a lucky first step would make drafts dear for hundreds of steps
 _COST_MEMORY = 256
 _NUM_RECENT = 32
 _MOST_TIMES_MEDIAN = 3.0  # what took longer, for its tokens, counts as this: a pause of the machine is no cost

@@ -1,7 +1,7 @@
 """Training of an EAGLE-3 head on the CPU, mostly on its target's own answers.
 
-The head learns the target's own distribution of the next-but-one token rather than the text, because the target has to
-accept its drafts.
+The head learns the next-but-one token from a sharpened form of the target's distribution, not from the text:
+the target has to accept its drafts.
 """
 
 from __future__ import annotations

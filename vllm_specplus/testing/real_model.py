@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; made if missing")
     parser.add_argument("--head", action="store_true", help="train an EAGLE head too, into OUT/eagle")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but progress and errors")
     return parser
 
 

@@ -133,9 +133,9 @@ def test_no_prompts_no_folder_and_no_json(tmp_path: Path) -> None:
     missing, file = tmp_path / "missing", tmp_path / "file"
     file.touch()
     got = script("model", str(missing), str(tmp_path / "results"))
-    assert (got.returncode, got.stderr) == (1, f"{missing} cannot be read: No such file or directory\n")
+    assert (got.returncode, got.stderr) == (2, f"{missing} cannot be read: No such file or directory\n")
     got = script("model", str(file), str(file))
-    assert (got.returncode, got.stderr) == (1, f"{file} is not allowed: a folder (File exists)\n")
+    assert (got.returncode, got.stderr) == (2, f"{file} is not allowed: a folder (File exists)\n")
     got = script("model", str(file), str(tmp_path), "--ray", "auto")
     assert got.returncode == 2
     assert got.stderr.splitlines()[-1].endswith("argument --ray: 'auto' is not allowed: a JSON object")

@@ -104,6 +104,12 @@ def test_predictions_by_both_replicas(served: Server, text: str) -> None:
     assert min(drafted) > 0
 
 
+def test_the_default_is_an_adaptive_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ray_serve.py", "model"])
+    assert ray_serve.parse_args().speculative_config == ray_serve.HYBRID
+    assert "adaptive" not in ray_serve.HYBRID
+
+
 def test_the_hybrid_drafts_without_a_prediction(served: Server, text: str) -> None:
     for _ in range(NUM_REQUESTS):
         assert complete(served).choices[0].text == text
@@ -144,7 +150,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         port = listener.getsockname()[1]
         command = [sys.executable, SCRIPT, tmp_path, "--port", str(port)]
         got = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert got.returncode == 1
+    assert got.returncode == 2
     assert got.stderr.splitlines()[-1].startswith(f"--host 127.0.0.1 --port {port} is not allowed: an address that is")
 
 
@@ -156,6 +162,6 @@ def test_a_vllm_that_ray_does_not_run_beside(trained: Path) -> None:
     got = subprocess.run(
         command, env=ray_environment(), capture_output=True, text=True, timeout=START_SECONDS, check=False
     )
-    assert got.returncode == 1
+    assert got.returncode == 2
     message = got.stderr.splitlines()[-1]
     assert re.fullmatch(r"Ray \S+ does not run beside vLLM \S+: No module named .*\. Install 'vllm<0\.33'", message)

@@ -24,7 +24,7 @@ from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.proposers import NgramMatcher
 from vllm_specplus.proposers import _arbiter as spec
 from vllm_specplus.proposers.adaptive import AdaptiveDrafter
-from vllm_specplus.proposers.arbiter import CommonAccount, Prices
+from vllm_specplus.proposers.arbiter import CommonAccount, Prices, prior_chances
 from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
 
@@ -303,7 +303,7 @@ class Steps:
         )
         self.drafter.set_prices(self.PRICES)
         self.arbiter = self.drafter.arbiter
-        prior = torch.from_numpy(self.arbiter.table.chances)
+        prior = torch.from_numpy(prior_chances())
         self.state = new_state(self.NUM_ROWS, num_steps, width, prior=prior)
         self.texts: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
