@@ -168,9 +168,9 @@ def test_field_names_are_those_of_vllm_bench_serve(server: Served, tmp_path: Pat
     from vllm.benchmarks import serve
 
     assert compare(tmp_path, server.url, options=("--repeat", "1")) == 0
-    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
-    source = Path(serve.__file__).read_text()
     data = json.loads((tmp_path / "results.json").read_text())
+    (run,) = data["runs"]
+    source = Path(serve.__file__).read_text()
     for name in ("model_id", "num_prompts"):
         assert name in data["settings"]
         assert f'"{name}"' in source
