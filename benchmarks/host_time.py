@@ -8,7 +8,7 @@ left is Python, and torch's small operations. On a GPU each launch takes its own
 the table counts; `ci/gpu.sh` measures whole steps there.
 
 *Parts.* Verification is `_verify` of the runner's rejection sampler: from a step's logits to its tokens. Filling is
-what `Drafting` does around the model's passes: `begin_step`, `passes` and `fill`. vLLM has nothing like it. `append` is
+what `Drafting` does around the model's passes, from `begin_step` to `fill`. vLLM has nothing like it. `append` is
 the fixed rule. In `adaptive` the arbiter chooses; it computes prices in every eighth step, which a median leaves out.
 
 *Right.* At temperature 0 each engine's texts must equal those without speculation, or the run exits with 1.
@@ -136,8 +136,7 @@ def keep(owner: Any, name: str, kept: dict[str, Callable[[], Any]], key: str) ->
 def plan_and_fill(drafting: Any, input_batch: Any, fill: Callable[[], Any]) -> None:
     """What the plugin does around the draft model's passes, in the order of a step; the model does not run."""
     drafting.begin_step(input_batch)
-    with drafting.passes(input_batch, PASSES):
-        pass
+    drafting.end_passes(input_batch, drafting.begin_passes(input_batch, PASSES))
     fill()
 
 

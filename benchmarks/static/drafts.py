@@ -100,11 +100,12 @@ def _adapt(b: _Batch) -> DraftCall:
     tokens = torch.zeros((1, b.num_reqs, b.width), dtype=torch.int32, device=b.device)
     guess = tokens, b.full(b.width)[None], b.full(0)[None]
     outputs = b.drafts, b.by_state, b.full(NGRAM)
+    sizes = {"min_ngram_size": 2, "max_ngram_size": 5, "match_len_cap": 24}
+    ngrams = arbiter.NgramChains(state, b.texts["token_ids"], b.texts["num_tokens"], **sizes)
 
     def step() -> None:
         arbiter.judge_and_offer(state, **b.texts, num_new=b.one, limits=b.limits, model_drafts=b.model_drafts)
-        sizes = {"min_ngram_size": 2, "max_ngram_size": 5, "match_len_cap": 24}
-        matches = arbiter.search_ngrams(state, **b.texts, limits=b.limits, **sizes)
+        matches = ngrams.search(b.idx_mapping, b.limits)
         arbiter.offer_chains(state, b.idx_mapping, *guess, first_chain=b.num_model + 1)
         chosen = arbiter.choose(state, b.num_tokens, b.idx_mapping, b.limits, b.one, *outputs, matches)
         options = {"most_credit": 4 * ONE.value}

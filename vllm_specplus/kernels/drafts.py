@@ -41,7 +41,7 @@ class DraftCounts(NamedTuple):
 class Limits(NamedTuple):
     """What limits the drafts of each request of the batch."""
 
-    max_drafts_ptr: torch.Tensor  # [num_reqs] int32
+    max_drafts_ptr: torch.Tensor  # [>= num_reqs] int32
     num_sampled_ptr: torch.Tensor  # [>= num_reqs] int32 tokens that it got in this step; without any it has no drafts
 
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplus.kernels.checks import check_rows, check_vector, describe
-from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, make_counts, store_counts
+from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, store_counts
 from vllm_specplus.kernels.sizes import cdiv, next_power_of_2
 
 _BLOCK = 1024  # ends that a program tests at a time
@@ -137,11 +137,15 @@ def fill_drafts(
     check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
     if scratch.dtype != torch.int64 or not scratch.is_contiguous() or scratch.numel() < math.prod(shape):
         raise ValueError(f"scratch must be contiguous int64 of at least {shape}, got {describe(scratch)}")
-    return search.fill(idx_mapping, drafts, model_drafts, limits, longest)
+    counts = search.fill(idx_mapping, drafts, model_drafts, limits, longest)
+    return counts._replace(num_model_ptr=search.num_model[:num_reqs])
 
 
 class NgramSearch:
     """What `fill_drafts` does, for many steps with the same texts: it checks when it is made, and nothing in a step.
+
+    Attributes:
+        num_model: [max_num_reqs] int32, of the last step: how many drafts of each request are the model's.
 
     Arguments are those of `fill_drafts`. `scratch` fits the most requests of a step; None = a new tensor, for a step of
     as many requests as `token_ids` has rows.
@@ -173,6 +177,7 @@ class NgramSearch:
             scratch = torch.empty(max_num_reqs, self._most_splits, 2, dtype=torch.int64, device=token_ids.device)
         self._token_ids, self._stride, self._num_tokens = token_ids, token_ids.stride(0), num_tokens
         self._by_state, self._scratch = by_state, scratch
+        self.num_model = torch.empty(max_num_reqs, dtype=torch.int32, device=token_ids.device)
         self._width, self._ngram_sizes = width, ngram_sizes
         self._override_len, self._takes_first = match_override_len, takes_first
         self._constants: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
@@ -185,9 +190,16 @@ class NgramSearch:
         limits: Limits,
         longest: int | None,
     ) -> DraftCounts:
-        """Fill the slots of a step; see `fill_drafts`."""
+        """Fill the slots of a step; see `fill_drafts`.
+
+        Returns:
+            [num_reqs] numbers of drafts, and [max_num_reqs] numbers of the model's, those of the batch first. The next
+            step overwrites the latter.
+        """
         num_reqs, num_steps = model_drafts.shape
-        counts = make_counts(num_reqs, self._token_ids.device)
+        # Not from step to step the same: vLLM may copy it to the host while the next step runs.
+        num_drafts = torch.empty(num_reqs, dtype=torch.int32, device=drafts.device)
+        counts = DraftCounts(num_drafts, self.num_model)
         if not num_reqs:
             return counts
         if num_steps not in self._constants:

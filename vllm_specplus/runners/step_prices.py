@@ -89,7 +89,8 @@ class StepPrices:
 
     def expect_passes(self, num_passes: int) -> None:
         """Count the usual time of some passes as that of this step's, which is not known yet."""
-        self._catch_up()
+        if not self._meter.passes_time(num_passes, self._num_reqs):
+            self._catch_up()
         self._passes_time += self._meter.passes_time(num_passes, self._num_reqs)
 
     def add_past_passes(self, num_passes: int, seconds: float, num_reqs: int, *, is_counted: bool) -> None:

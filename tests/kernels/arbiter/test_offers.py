@@ -11,13 +11,13 @@ from tests.kernels.limits import limits_of
 from tests.proposers.reference import make_history
 from vllm_specplus.kernels import ngram
 from vllm_specplus.kernels.arbiter import (
+    NgramChains,
     choice,
     choose,
     judge_and_offer,
     make_state,
     offer_chains,
     offers,
-    search_ngrams,
     settle_and_plan,
 )
 from vllm_specplus.kernels.drafts import DraftCounts
@@ -44,6 +44,11 @@ def new_state(num_rows, num_steps, width, matchers=(NGRAM,), prior=PRIOR):
         starts=[start for start in range(num_steps + 1) for _ in matchers] + [0],
         prior=prior,
     )
+
+
+def search_ngrams(state, token_ids, num_tokens, idx_mapping, limits, longest=None, **sizes):
+    """A single search."""
+    return NgramChains(state, token_ids, num_tokens, **sizes).search(idx_mapping, limits, longest)
 
 
 def choose_of(state, num_tokens, idx_mapping, limits, matches):
@@ -304,7 +309,7 @@ class Steps:
         self.drafter.set_prices(self.PRICES)
         self.arbiter = self.drafter.arbiter
         prior = torch.from_numpy(prior_chances())
-        self.state = new_state(self.NUM_ROWS, num_steps, width, prior=prior)
+        self.state = new_state(self.NUM_ROWS + 1, num_steps, width, prior=prior)
         self.texts: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
         self.new: list[str] = []
@@ -361,8 +366,8 @@ class Steps:
         return int(self.arbiter._credits[self.row_in_arbiter(name)])
 
     def draft(self, order, limits, model):
-        token_ids = torch.full((self.NUM_ROWS, MAX_LEN), -7, dtype=torch.int32)
-        num_tokens = torch.zeros(self.NUM_ROWS, dtype=torch.int32)
+        token_ids = torch.full((self.NUM_ROWS + 1, MAX_LEN), -7, dtype=torch.int32)
+        num_tokens = torch.zeros(self.NUM_ROWS + 1, dtype=torch.int32)
         for name in order:
             token_ids[self.rows[name], : len(self.texts[name])] = torch.tensor(self.texts[name], dtype=torch.int32)
             num_tokens[self.rows[name]] = len(self.texts[name])
@@ -375,7 +380,7 @@ class Steps:
         matches = search_ngrams(self.state, token_ids, num_tokens, idx_mapping, given, **self.sizes)
         drafts = torch.zeros(len(idx_mapping), self.width, dtype=torch.int64)
         slot_price = torch.tensor([self.arbiter._scaled.slot])
-        noted = torch.zeros(3, self.NUM_ROWS, dtype=torch.int32)
+        noted = torch.zeros(3, self.NUM_ROWS + 1, dtype=torch.int32)
         by_state = DraftCounts(*noted[:2]), noted[2]
         chosen = choose(self.state, num_tokens, idx_mapping, given, slot_price, drafts, *by_state, matches)
         prices = slot_price, torch.from_numpy(self.arbiter._scaled.passes), torch.tensor([self.arbiter._scaled.step])
@@ -484,8 +489,6 @@ def arguments(num_reqs=2, num_steps=2, width=4, max_len=16, **changes):
         (search_ngrams, {"chains_per_start": 0}, "chains_per_start=0"),
         (search_ngrams, {"token_ids": torch.zeros(4, 16)}, r"token_ids must be torch\.int32"),
         (search_ngrams, {"num_tokens": torch.zeros(2, dtype=torch.int32)}, "num_tokens must"),
-        (search_ngrams, {"limits": limits_of([1])}, "max_drafts must"),
-        (search_ngrams, {"idx_mapping": torch.zeros(2)}, "idx_mapping must"),
         (offer_chains, {"first_chain": 3}, "first_chain=3 and chains_per_start=2 must name 3 of the 7 chains"),
         (offer_chains, {"first_chain": -1}, "first_chain=-1"),
         (offer_chains, {"chains_per_start": 0}, "chains_per_start=0"),

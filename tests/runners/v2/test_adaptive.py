@@ -114,8 +114,9 @@ class Engine:
             seq_lens_cpu_upper_bound=self.total_len[indices],
         )
         self.drafting.begin_step(batch)
-        with self.drafting.passes(batch, min(NUM_STEPS, width)) as num_passes:
-            drafts = None if num_passes is None else torch.full((len(indices), num_passes), 7)
+        num_passes = self.drafting.begin_passes(batch, min(NUM_STEPS, width))
+        drafts = None if num_passes is None else torch.full((len(indices), num_passes), 7)
+        self.drafting.end_passes(batch, num_passes)
         self.drafting.fill(batch, drafts, num_sampled, width, draft_logits)
         return num_passes or 0
 

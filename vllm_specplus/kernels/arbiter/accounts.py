@@ -12,6 +12,7 @@ from vllm_specplus.kernels.arbiter.state import (
     MAX_GAIN_TRIALS,
     NO_PASS,
     NUM_LENGTHS,
+    NUM_TOTALS,
     ONE,
     PASS_PERIOD,
     PRIOR_GAIN,
@@ -19,13 +20,11 @@ from vllm_specplus.kernels.arbiter.state import (
     SHIFT,
     State,
 )
-from vllm_specplus.kernels.checks import check_vector, describe
 from vllm_specplus.kernels.drafts import Limits
 from vllm_specplus.kernels.sizes import next_power_of_2
 
 _BLOCK_REQS = 64  # requests that the program takes at a time
 _BLOCK_LENGTHS = next_power_of_2(NUM_LENGTHS.value)
-NUM_TOTALS = 2
 
 
 def settle_and_plan(
@@ -46,7 +45,7 @@ def settle_and_plan(
         state: its `credits` and `gains` are changed in place.
         idx_mapping: [B] int32 or int64, the row of each request; negative: no request. One to which the model has
             offered nothing has nothing to enter.
-        values: [B, S + 1] int64, of `choose`.
+        values: [>= B, S + 1] int64, of `choose`.
         limits: of each request's drafts; one that may not draft needs the first pass, and no other.
         slot_price: [1] int64, of a draft.
         pass_prices: [S] int64, >= 0, of each pass for the whole batch.
@@ -57,19 +56,8 @@ def settle_and_plan(
 
     Returns:
         [3 + B] int64: the totals, the number of passes, and the credit of each request; ASLEEP without one.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype or layout.
     """
-    num_reqs, num_steps = idx_mapping.shape[0], state.offers.model.shape[1]
-    check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    if values.shape != (num_reqs, num_steps + 1) or values.dtype != torch.int64 or not values.is_contiguous():
-        raise ValueError(f"values must be contiguous int64 of {(num_reqs, num_steps + 1)}, got {describe(values)}")
-    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
-    check_vector("slot_price", slot_price, 1, torch.int64)
-    check_vector("pass_prices", pass_prices, num_steps, torch.int64)
-    check_vector("step_price", step_price, 1, torch.int64)
-    check_vector("totals", totals, NUM_TOTALS, torch.int64)
+    num_reqs = idx_mapping.shape[0]
     report = torch.empty(NUM_TOTALS + 1 + num_reqs, dtype=torch.int64, device=totals.device)
     _settle_kernel[(1,)](
         state.offers,

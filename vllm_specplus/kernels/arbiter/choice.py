@@ -20,8 +20,7 @@ from vllm_specplus.kernels.arbiter.keys import (
 )
 from vllm_specplus.kernels.arbiter.offers import NgramMatches, write_matches
 from vllm_specplus.kernels.arbiter.state import ONE, SETTLED, SHIFT, State
-from vllm_specplus.kernels.checks import check_rows, check_vector
-from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, make_counts, store_counts
+from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, store_counts
 
 _MODEL = tl.constexpr(sources.MODEL)
 _REFERENCE = tl.constexpr(sources.REFERENCE)
@@ -31,9 +30,11 @@ _UNFILLED = tl.constexpr(sources.UNFILLED)
 class Chosen(NamedTuple):
     """What `choose` has chosen, beside the drafts. A place without a request has no drafts, values or chances.
 
-    counts: [B].
-    values: [B, S + 1] int64, the value of the best drafts with each number of passes; past those made the last repeats.
-    chances: [B, K] int64, of each draft if those before it are right, in units of 1 / ONE; 0 after the last draft.
+    The numbers of drafts are [B]. The others are of the state's `scratch`, with the requests of the batch first.
+
+    counts: the second of [R].
+    values: [R, S + 1] int64, the value of the best drafts with each number of passes; past those made the last repeats.
+    chances: [R, K] int64, of each draft if those before it are right, in units of 1 / ONE; 0 after the last draft.
     """
 
     counts: DraftCounts
@@ -63,24 +64,13 @@ def choose(
         drafts: [B, K] int64, takes the drafts, padded with token 0; rows may be strided.
         by_state: [R], takes the counts.
         sources: [R] int32, takes the source of the drafts that are not the model's; UNFILLED where there are none.
-        matches: are offered first, in place of the chains that `search_ngrams` was called for.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype or layout.
+        matches: are offered first, as the chains that `NgramChains` was made for.
     """
-    num_reqs, width = drafts.shape
-    num_steps = state.offers.model.shape[1]
-    if width != state.offers.chains.shape[2]:
-        raise ValueError(f"drafts has {width} columns, but the state was made for {state.offers.chains.shape[2]}")
-    check_rows("drafts", drafts, torch.int64)
-    check_vector("num_tokens", num_tokens, state.offer_positions.shape[0], torch.int32)
-    check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
-    check_vector("slot_price", slot_price, 1, torch.int64)
-    check_vector("sources", sources, state.offer_positions.shape[0], torch.int32)
-    values = torch.empty((num_reqs, num_steps + 1), dtype=torch.int64, device=drafts.device)
-    chances = torch.empty((num_reqs, width), dtype=torch.int64, device=drafts.device)
-    chosen = Chosen(make_counts(num_reqs, drafts.device), values, chances)
+    num_reqs = drafts.shape[0]
+    num_model, values, chances = state.scratch
+    # Not from step to step the same: vLLM may copy it to the host while the next step runs.
+    num_drafts = torch.empty(num_reqs, dtype=torch.int32, device=drafts.device)
+    chosen = Chosen(DraftCounts(num_drafts, num_model), values, chances)
     if num_reqs:
         texts, keys, num_splits, match_sizes = matches or (None, None, 0, None)
         _choose_kernel[(num_reqs,)](
@@ -96,8 +86,8 @@ def choose(
             chosen.counts,
             by_state,
             sources,
-            chosen.values,
-            chosen.chances,
+            values,
+            chances,
             texts,
             keys,
             num_splits,

@@ -37,7 +37,6 @@ from vllm_specplus.kernels.arbiter.state import (
     TRIAL,
     State,
 )
-from vllm_specplus.kernels.checks import check_rows, check_vector, describe
 from vllm_specplus.kernels.drafts import Limits, load_limit
 from vllm_specplus.kernels.ngram import Texts
 from vllm_specplus.kernels.sizes import next_power_of_2
@@ -69,20 +68,8 @@ def judge_and_offer(
         num_new: [1] int64, gets the number of tokens that have come added to it.
         limits: of each request's drafts.
         model_drafts: [B, passes] int64, at most S passes, perhaps none; rows may be strided.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype or layout.
     """
-    num_reqs, max_num_reqs = idx_mapping.shape[0], state.offer_positions.shape[0]
-    num_steps, num_passes = state.offers.model.shape[1], model_drafts.shape[-1]
-    check_rows("token_ids", token_ids, torch.int32)
-    check_vector("num_tokens", num_tokens, max_num_reqs, torch.int32)
-    check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_vector("num_new", num_new, 1, torch.int64)
-    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
-    check_rows("model_drafts", model_drafts, torch.int64)
-    if model_drafts.shape[0] != num_reqs or num_passes > num_steps:
-        raise ValueError(f"model_drafts must be [{num_reqs}, <= {num_steps}], got {describe(model_drafts)}")
+    num_reqs, num_passes = model_drafts.shape
     if num_reqs:
         _judge_kernel[(num_reqs,)](
             Texts(token_ids, token_ids.stride(0), token_ids.shape[1], num_tokens, idx_mapping),

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplus.kernels.arbiter.state import State
-from vllm_specplus.kernels.checks import check_rows, check_vector, describe
+from vllm_specplus.kernels.arbiter.state import State, check_texts
+from vllm_specplus.kernels.checks import check_vector, describe
 from vllm_specplus.kernels.drafts import Limits
 from vllm_specplus.kernels.ngram import (
     Texts,
@@ -120,8 +120,10 @@ def _offer_kernel(
 
 
 class MatchSizes(NamedTuple):
-    """Constants of a search; see the arguments of `search_ngrams`. Those named BLOCK are powers of 2."""
+    """Constants of a search; see the arguments of `NgramChains`. Those named BLOCK are powers of 2."""
 
+    MIN_SIZE: tl.constexpr
+    MAX_SIZE: tl.constexpr
     TAKES_FIRST: tl.constexpr
     FIRST_CHAIN: tl.constexpr
     CHAINS_PER_START: tl.constexpr
@@ -132,9 +134,9 @@ class MatchSizes(NamedTuple):
 
 
 class NgramMatches(NamedTuple):
-    """What `search_ngrams` has found. `choose` makes chains of it.
+    """What `NgramChains.search` has found. `choose` makes chains of it.
 
-    keys: [B, S + 1, num_splits] int64, of each share of the text; see `kernels/ngram.py`.
+    keys: int64, contiguous, [B, S + 1, num_splits] at its begin: of each share of the text; see `kernels/ngram.py`.
     """
 
     texts: Texts
@@ -143,73 +145,72 @@ class NgramMatches(NamedTuple):
     sizes: MatchSizes
 
 
-def search_ngrams(
-    state: State,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    limits: Limits,
-    *,
-    min_ngram_size: int,
-    max_ngram_size: int,
-    match_len_cap: int,
-    takes_first: bool = False,
-    first_chain: int = 0,
-    chains_per_start: int = 1,
-    longest: int | None = None,
-) -> NgramMatches:
-    """Find where the same n-gram ended earlier, behind each number of the model's drafts, from 0 to S.
+class NgramChains:
+    """Finds where the same n-gram ended earlier, behind each number of the model's drafts, from 0 to S.
 
-    It comes after `judge_and_offer`. The chain behind j drafts is what `NgramMatcher` finds for the request's tokens
-    and these drafts. Where the model has made fewer passes, the chain is empty.
+    The chain behind j drafts is what `NgramMatcher` finds for the request's tokens and these drafts. Where the model
+    has made fewer passes, the chain is empty. Arguments are checked here, and none in a step.
 
     Args:
         state: what the model has drafted.
         token_ids: [R, max_len] int32, the requests' tokens; rows may be strided.
         num_tokens: [R] int32, known tokens of each request; counts as `max_len` if more.
-        idx_mapping: [B] int32 or int64, the row of each request; negative: no request.
-        limits: of each request's drafts, the model's too; counts as K if more.
         min_ngram_size: tokens of the shortest n-gram, >= 1.
         max_ngram_size: tokens of the longest n-gram, >= min_ngram_size.
         match_len_cap: agreements are measured up to this many tokens; raised to `max_ngram_size`.
         takes_first: whether the first occurrence of an n-gram wins, or the latest.
         first_chain: the index of the chain behind no drafts.
         chains_per_start: from there, the distance of the chain behind one draft, and so on.
-        longest: see `split_text`.
 
     Raises:
         ValueError: a size or index out of range, or a tensor of another shape, dtype or layout.
     """
-    num_reqs, max_len = idx_mapping.shape[0], token_ids.shape[1]
-    max_num_reqs, _, width = state.offers.chains.shape
-    num_starts = state.offers.model.shape[1] + 1
-    check_search(min_ngram_size, max_ngram_size, max_len, width)
-    _check_chains(state, first_chain, chains_per_start, num_starts)
-    check_rows("token_ids", token_ids, torch.int32)
-    check_vector("num_tokens", num_tokens, max_num_reqs, torch.int32)
-    check_vector("idx_mapping", idx_mapping, num_reqs, torch.int32, torch.int64)
-    check_vector("max_drafts", limits.max_drafts_ptr, num_reqs, torch.int32)
 
-    num_splits, most_splits, block = split_text(max_len, longest)
-    keys = torch.empty((num_reqs, num_starts, num_splits), dtype=torch.int64, device=token_ids.device)
-    texts = Texts(token_ids, token_ids.stride(0), max_len, num_tokens, idx_mapping)
-    if num_reqs:
-        _search_kernel[(num_reqs, num_splits, num_starts)](
-            texts,
-            limits,
-            state.offers,
-            keys,
-            num_splits,
-            state.sizes,
-            BLOCK=block,
-            TAKES_FIRST=takes_first,
-            MIN_SIZE=min_ngram_size,
-            MAX_SIZE=max_ngram_size,
-        )
-    cap = max(match_len_cap, max_ngram_size)
-    blocks = block, next_power_of_2(cap), next_power_of_2(most_splits)
-    sizes = MatchSizes(*map(tl.constexpr, (takes_first, first_chain, chains_per_start, cap, *blocks)))
-    return NgramMatches(texts, keys, num_splits, sizes)
+    def __init__(
+        self,
+        state: State,
+        token_ids: torch.Tensor,
+        num_tokens: torch.Tensor,
+        *,
+        min_ngram_size: int,
+        max_ngram_size: int,
+        match_len_cap: int,
+        takes_first: bool = False,
+        first_chain: int = 0,
+        chains_per_start: int = 1,
+    ):
+        self._max_len = token_ids.shape[1]
+        max_num_reqs, _, width = state.offers.chains.shape
+        self._num_starts = state.offers.model.shape[1] + 1
+        check_search(min_ngram_size, max_ngram_size, self._max_len, width)
+        _check_chains(state, first_chain, chains_per_start, self._num_starts)
+        check_texts(token_ids, num_tokens, max_num_reqs)
+        self._token_ids, self._stride, self._num_tokens = token_ids, token_ids.stride(0), num_tokens
+        self._offers, self._sizes_of_state = state.offers, state.sizes
+        _, most_splits, block = split_text(self._max_len)
+        cap = max(match_len_cap, max_ngram_size)
+        which = takes_first, first_chain, chains_per_start
+        blocks = block, next_power_of_2(cap), next_power_of_2(most_splits)
+        self._sizes = MatchSizes(*map(tl.constexpr, (min_ngram_size, max_ngram_size, *which, cap, *blocks)))
+        keys = max_num_reqs * self._num_starts * most_splits
+        self._keys = torch.empty(keys, dtype=torch.int64, device=token_ids.device)
+
+    def search(self, idx_mapping: torch.Tensor, limits: Limits, longest: int | None = None) -> NgramMatches:
+        """Search the texts of a batch, after `judge_and_offer`; the next search overwrites what this one has found.
+
+        Args:
+            idx_mapping: [B] int32 or int64, the row of each request; negative: no request. B <= R.
+            limits: of each request's drafts, the model's too; counts as K if more.
+            longest: see `split_text`.
+        """
+        num_splits = split_text(self._max_len, longest)[0]
+        texts = Texts(self._token_ids, self._stride, self._max_len, self._num_tokens, idx_mapping)
+        num_reqs = idx_mapping.shape[0]
+        if num_reqs:
+            _search_kernel[(num_reqs, num_splits, self._num_starts)](
+                texts, limits, self._offers, self._keys, num_splits, self._sizes, self._sizes_of_state
+            )
+        return NgramMatches(texts, self._keys, num_splits, self._sizes)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -219,11 +220,8 @@ def _search_kernel(
     offers,  # Offers
     keys_ptr,  # out
     num_splits,
+    match_sizes,  # MatchSizes
     sizes,  # Sizes
-    BLOCK: tl.constexpr,
-    TAKES_FIRST: tl.constexpr,
-    MIN_SIZE: tl.constexpr,
-    MAX_SIZE: tl.constexpr,
 ):
     """Grid (num_reqs, num_splits, S + 1). A program without a block writes nothing."""
     i_req = tl.program_id(0).to(tl.int64)
@@ -231,14 +229,14 @@ def _search_kernel(
     start = tl.program_id(2)
     row, num_tokens, limit = load_request(texts, limits, i_req, sizes.WIDTH)
     p_text, p_drafts, end = texts.ptr + row * texts.stride, offers.model + row * sizes.NUM_STEPS, num_tokens + start
-    num_blocks = tl.cdiv(end - 1, BLOCK)
+    num_blocks = tl.cdiv(end - 1, match_sizes.BLOCK)
     if (i_split >= num_blocks) | (_rooms(limit, start, tl.load(offers.passes + row)) == 0):
         return
 
     last = load_tokens(p_text, p_drafts, end - 1, num_tokens, end > 0, sizes.NUM_STEPS)
     best = tl.full((), 0, tl.int64)
     for i_block in range(i_split, num_blocks, num_splits):
-        ends = i_block * BLOCK + 1 + tl.arange(0, BLOCK)
+        ends = i_block * match_sizes.BLOCK + 1 + tl.arange(0, match_sizes.BLOCK)
         tokens = load_tokens(p_text, p_drafts, ends - 1, num_tokens, ends < end, sizes.NUM_STEPS)
         best = best_of_block(
             best,
@@ -249,10 +247,10 @@ def _search_kernel(
             end,
             last,
             num_tokens,
-            MIN_SIZE,
-            MAX_SIZE,
+            match_sizes.MIN_SIZE,
+            match_sizes.MAX_SIZE,
             sizes.NUM_STEPS,
-            TAKES_FIRST,
+            match_sizes.TAKES_FIRST,
         )
     tl.store(keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + start) * num_splits + i_split, best)
 

@@ -7,6 +7,8 @@ import torch
 import triton.language as tl
 
 from vllm_specplus import sources
+from vllm_specplus.kernels.checks import check_rows, check_vector
+from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.kernels.sizes import next_power_of_2
 
 # As in the specification, which cannot be imported here since it imports numba. A test compares them.
@@ -43,6 +45,7 @@ PASS_PERIOD = tl.constexpr(32)
 NO_OFFERS = tl.constexpr(-1)
 NO_PASS = tl.constexpr(-1)
 ASLEEP = tl.constexpr(-1)
+NUM_TOTALS = 2
 
 
 class Offers(NamedTuple):
@@ -93,6 +96,14 @@ class Foregone(NamedTuple):
     chances: torch.Tensor
 
 
+class Scratch(NamedTuple):
+    """What `choose` writes for `settle_and_plan` and others in the same step."""
+
+    num_model: torch.Tensor  # [R] int32
+    values: torch.Tensor  # [R, S + 1] int64
+    chances: torch.Tensor  # [R, K] int64
+
+
 class Sizes(NamedTuple):
     """Constants; those named BLOCK are powers of 2.
 
@@ -115,6 +126,7 @@ class State(NamedTuple):
     offer_positions: [R] int64, where in its text each request's offers begin; NO_OFFERS: there are none.
     credits: [R] int64 in the time of a step; ASLEEP for a request that has given the draft model up.
     num_judged: [1] int32, programs of a running `judge_and_offer` that have counted; 0 between the calls.
+    scratch: holds nothing from one step to the next.
     sizes: as the kernels are compiled for them.
     """
 
@@ -126,6 +138,7 @@ class State(NamedTuple):
     offer_positions: torch.Tensor
     credits: torch.Tensor
     num_judged: torch.Tensor
+    scratch: Scratch
     sizes: Sizes
 
 
@@ -178,4 +191,39 @@ def make_state(
     blocks = [next_power_of_2(size) for size in (max(num_chains, 1), num_model_steps + 1, num_speculative_tokens)]
     sizes = Sizes(*map(tl.constexpr, (*numbers, *blocks, is_blind)))
     num_judged = zeros(1, dtype=torch.int32)
-    return State(offers, table, record, gains, foregone, offer_positions, zeros(max_num_reqs), num_judged, sizes)
+    scratch = Scratch(
+        zeros(max_num_reqs, dtype=torch.int32),
+        zeros(max_num_reqs, num_model_steps + 1),
+        zeros(max_num_reqs, num_speculative_tokens),
+    )
+    credits = zeros(max_num_reqs)
+    return State(offers, table, record, gains, foregone, offer_positions, credits, num_judged, scratch, sizes)
+
+
+def check_texts(token_ids: torch.Tensor, num_tokens: torch.Tensor, max_num_reqs: int) -> None:
+    """Raise ValueError for texts of another shape, dtype or layout than `judge_and_offer` takes."""
+    check_rows("token_ids", token_ids, torch.int32)
+    check_vector("num_tokens", num_tokens, max_num_reqs, torch.int32)
+
+
+def check_lasting(
+    state: State,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    by_state: DraftCounts,
+    sources: torch.Tensor,
+    totals: torch.Tensor,
+) -> None:
+    """Check once what is given to the functions of this package in each step. They check nothing themselves.
+
+    The arguments are those of `judge_and_offer`, `choose` and `settle_and_plan`.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout.
+    """
+    max_num_reqs = len(state.offer_positions)
+    check_texts(token_ids, num_tokens, max_num_reqs)
+    for name, counts in zip(by_state._fields, by_state, strict=True):
+        check_vector(f"by_state.{name}", counts, max_num_reqs, torch.int32)
+    check_vector("sources", sources, max_num_reqs, torch.int32)
+    check_vector("totals", totals, NUM_TOTALS, torch.int64)

@@ -6,9 +6,6 @@ earlier step, so it does not wait. Every worker of a group reads the report of t
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -58,12 +55,19 @@ class _Passes(NamedTuple):
     is_counted: bool
 
 
-@dataclass(frozen=True)
-class _Report:
+class _DevicePrices(NamedTuple):
+    """Scaled prices on the device, int64."""
+
+    slot: torch.Tensor  # [1]
+    step: torch.Tensor  # [1]
+    passes: torch.Tensor  # [S]
+
+
+class _Report(NamedTuple):
     """What the device tells of one step, on its way to the host."""
 
     indices: np.ndarray  # [B] request states
-    generation: np.ndarray  # [B]
+    replaced: set[int]  # the states that other requests have taken since
     on_host: torch.Tensor  # see `kernels.settle_and_plan`
     done: Any  # torch.cuda.Event
     passes: _Passes | None
@@ -105,8 +109,6 @@ class AdaptiveFiller(SlotFiller):
         # With asynchronous scheduling the host has launched a step before the device is at the end of the one before.
         self._lag = 2 if copier.is_async else 1
         self._is_awake = np.zeros(self._max_num_reqs, bool)
-        # Tells a request from the next one in the same place.
-        self._generation = np.zeros(self._max_num_reqs, np.int64)
         self.reset()
 
     def reset(self) -> None:
@@ -124,11 +126,16 @@ class AdaptiveFiller(SlotFiller):
             is_blind=self._arguments["is_blind"],
         )
         self._totals = torch.zeros(kernels.NUM_TOTALS, dtype=torch.int64, device=self._device)
-        self._totals_before = np.zeros(kernels.NUM_TOTALS, np.int64)
+        self._num_new = self._totals[:1]
+        self._totals_before = (0, 0)
+        self._texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu
+        kernels.check_lasting(self._state, *self._texts, self._by_state, self._requests.fill_source, self._totals)
+        self._ngrams = self._ngram_chains() if NGRAM in self._matching else None
         self._account = CommonAccount()
         self._prices: Prices | None = None
         self._reports: deque[_Report] = deque()
         self._planned = steps
+        self._passes_began: Clock | None = None
         self._passes: _Passes | None = None
         if self._suffix is not None:
             self._suffix.reset()
@@ -140,12 +147,26 @@ class AdaptiveFiller(SlotFiller):
         drafts = nobody.new_zeros(1, self._arguments["num_speculative_tokens"])
         self._offer_reference(nobody, drafts, none, none)
         price = nobody.new_zeros(1)
-        num_tokens, fill_source = self._req_states.total_len.gpu, self._requests.fill_source
+        num_tokens, fill_source = self._texts[1], self._requests.fill_source
         kernels.choose(self._state, num_tokens, nobody, Limits(none, none), price, drafts, self._by_state, fill_source)
+
+    def _ngram_chains(self) -> kernels.NgramChains:
+        options = self._options
+        return kernels.NgramChains(
+            self._state,
+            *self._texts,
+            min_ngram_size=options.min_ngram_size,
+            max_ngram_size=options.max_ngram_size,
+            match_len_cap=MATCH_LEN_CAP,
+            takes_first=options.ngram_match_order == "first",
+            first_chain=self._matching.index(NGRAM),
+            chains_per_start=len(self._matching),
+        )
 
     def begin(self, req_id: str, index: int) -> None:
         """Make room for a request that takes a place among the request states; one that comes back has its credit."""
-        self._generation[index] += 1
+        for report in self._reports:
+            report.replaced.add(index)
         self._state.offer_positions[index].fill_(NO_OFFERS.value)
         for numbers in self._state.record:
             numbers[index].fill_(0)
@@ -169,18 +190,20 @@ class AdaptiveFiller(SlotFiller):
         assert self._requests.prices is not None
         return self._requests.prices
 
-    @contextmanager
-    def passes(self, input_batch: Any, most: int) -> Iterator[int | None]:
-        """See `SlotFiller.passes`; the draft model does not run where all requests have given it up."""
+    def begin_passes(self, input_batch: Any, most: int) -> int | None:
+        """See `SlotFiller.begin_passes`; the draft model does not run where all requests have given it up."""
         # Even where vLLM wants no drafts, the draft model has to keep up with the text.
         number = self._plan_passes(input_batch, max(most, 1))
-        began = Clock(self._device)
-        yield number or None
-        if number:
-            prices = self._prices_of_steps
+        self._passes_began = Clock(self._device) if number else None
+        return number or None
+
+    def end_passes(self, number: int | None) -> None:
+        """See `SlotFiller.end_passes`."""
+        if number and self._passes_began is not None:
+            ended, prices = Clock(self._device), self._prices_of_steps
             with self._requests.live_requests.faults.caught("counting"):
                 prices.expect_passes(number)
-            self._passes = _Passes(number, began, Clock(self._device), prices.is_counted)
+            self._passes = _Passes(number, self._passes_began, ended, prices.is_counted)
 
     def begin_step(self, input_batch: Any) -> None:
         """Take over what has been told of an earlier step, and the prices for this one.
@@ -197,7 +220,7 @@ class AdaptiveFiller(SlotFiller):
     def _plan_passes(self, input_batch: Any, most: int) -> int:
         if self._arguments["makes_all_passes"]:
             return most
-        if not np.any(self._is_awake[input_batch.idx_mapping_np]):
+        if not self._is_awake[input_batch.idx_mapping_np].any():
             return 0
         return min(max(self._planned, 1), most)
 
@@ -212,21 +235,8 @@ class AdaptiveFiller(SlotFiller):
         """See `SlotFiller.fill`."""
         self._judge(input_batch, model_drafts, limits)
         idx_mapping, matches = input_batch.idx_mapping, None
-        if NGRAM in self._matching:
-            matches = kernels.search_ngrams(
-                self._state,
-                self._req_states.all_token_ids.gpu,
-                self._req_states.total_len.gpu,
-                idx_mapping,
-                limits,
-                min_ngram_size=self._options.min_ngram_size,
-                max_ngram_size=self._options.max_ngram_size,
-                match_len_cap=MATCH_LEN_CAP,
-                takes_first=self._options.ngram_match_order == "first",
-                first_chain=self._matching.index(NGRAM),
-                chains_per_start=len(self._matching),
-                longest=longest_text(input_batch) + model_drafts.shape[1],
-            )
+        if self._ngrams is not None:
+            matches = self._ngrams.search(idx_mapping, limits, longest_text(input_batch) + model_drafts.shape[1])
         if self._suffix is not None:
             chains = self._suffix.chains(input_batch, model_drafts.shape[1], limits, arrival)
             where = {"first_chain": self._matching.index(SUFFIX), "chains_per_start": len(self._matching)}
@@ -238,7 +248,7 @@ class AdaptiveFiller(SlotFiller):
         chosen = self._choose(input_batch, drafts, limits, matches)
         self._settle(input_batch, chosen.values, limits)
         if self._confidences is not None:
-            torch.div(chosen.chances, ONE.value, out=self._confidences[: len(chosen.chances)])
+            torch.div(chosen.chances[: len(drafts)], ONE.value, out=self._confidences[: len(drafts)])
         return chosen.counts
 
     def skip(
@@ -260,9 +270,7 @@ class AdaptiveFiller(SlotFiller):
 
     def _judge(self, input_batch: Any, model_drafts: torch.Tensor, limits: Limits) -> None:
         """Judge the offers of the last step by the tokens that have come, and offer the model's drafts."""
-        texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu
-        num_new = self._totals[:1]
-        kernels.judge_and_offer(self._state, *texts, input_batch.idx_mapping, num_new, limits, model_drafts)
+        kernels.judge_and_offer(self._state, *self._texts, input_batch.idx_mapping, self._num_new, limits, model_drafts)
 
     def _offer_reference(
         self, idx_mapping: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor, agreed: torch.Tensor
@@ -280,10 +288,10 @@ class AdaptiveFiller(SlotFiller):
     ) -> kernels.Chosen:
         return kernels.choose(
             self._state,
-            self._req_states.total_len.gpu,
+            self._texts[1],
             input_batch.idx_mapping,
             limits,
-            self._prices_on_device[:1],
+            self._prices_on_device.slot,
             drafts,
             self._by_state,
             self._requests.fill_source,
@@ -292,15 +300,15 @@ class AdaptiveFiller(SlotFiller):
 
     def _settle(self, input_batch: Any, values: torch.Tensor, limits: Limits) -> None:
         """Enter what the passes have earned, and report the step to the host; with a limit of 0 one pass is enough."""
-        slot, step, passes = self._prices_on_device[:1], self._prices_on_device[1:2], self._prices_on_device[2:]
+        prices = self._prices_on_device
         report = kernels.settle_and_plan(
             self._state,
             input_batch.idx_mapping,
             values,
             limits,
-            slot,
-            passes,
-            step,
+            prices.slot,
+            prices.passes,
+            prices.step,
             self._totals,
             most_credit=CommonAccount.most_credit,
         )
@@ -315,29 +323,30 @@ class AdaptiveFiller(SlotFiller):
         self._step_price = scaled.step
         # With asynchronous scheduling a slot is paid for before it is filled.
         slot = 0 if self._copier.is_async else scaled.slot
-        self._prices_on_device = self._copier.to_device(np.array([slot, scaled.step, *scaled.passes], np.int64))
+        packed = self._copier.to_device(np.array([slot, scaled.step, *scaled.passes], np.int64))
+        self._prices_on_device = _DevicePrices(packed[:1], packed[1:2], packed[2:])
 
     def _send(self, input_batch: Any, report: torch.Tensor) -> None:
         on_host, done = self._copier.to_host(report)
-        indices = input_batch.idx_mapping_np
-        self._reports.append(_Report(indices, self._generation[indices], on_host, done, self._passes))
+        self._reports.append(_Report(input_batch.idx_mapping_np, set(), on_host, done, self._passes))
         self._passes = None
 
     def _read(self, report: _Report) -> None:
         """Take over what an earlier step has told."""
         report.done.synchronize()
-        values = report.on_host.numpy()
-        totals, credits = values[: kernels.NUM_TOTALS], values[kernels.NUM_TOTALS + 1 :]
-        num_new, profit = (totals - self._totals_before).tolist()
-        self._totals_before = totals
-        self._planned = int(values[kernels.NUM_TOTALS])
-        self._account.add_tokens(num_new, len(report.indices), self._step_price)
-        self._account.add(profit)
-        is_same = self._generation[report.indices] == report.generation
-        self._is_awake[report.indices[is_same]] = credits[is_same] != ASLEEP
+        values, indices = report.on_host.numpy(), report.indices
+        tokens, profit, self._planned = values[: kernels.NUM_TOTALS + 1].tolist()
+        num_new, new_profit = tokens - self._totals_before[0], profit - self._totals_before[1]
+        self._totals_before = tokens, profit
+        self._account.add_tokens(num_new, len(indices), self._step_price)
+        self._account.add(new_profit)
+        is_awake = values[kernels.NUM_TOTALS + 1 :] != ASLEEP
+        if report.replaced:
+            is_awake = np.where(np.isin(indices, [*report.replaced]), self._is_awake[indices], is_awake)
+        self._is_awake[indices] = is_awake
         with self._requests.live_requests.faults.caught("counting"):
             self._prices_of_steps.add_tokens(num_new)
             if report.passes is not None:
                 number, began, ended, is_counted = report.passes
                 seconds = began.seconds_until(ended)
-                self._prices_of_steps.add_past_passes(number, seconds, len(report.indices), is_counted=is_counted)
+                self._prices_of_steps.add_past_passes(number, seconds, len(indices), is_counted=is_counted)

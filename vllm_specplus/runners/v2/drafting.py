@@ -7,8 +7,6 @@ asynchronous scheduling it has scheduled all slots before they are filled, and t
 (`samplers.CountingRejectionSampler`).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,16 +105,19 @@ class Drafting:
         with self._faults.caught("drafting", input_batch.req_ids):
             self._slot_filler.begin_step(input_batch)
 
-    @contextmanager
-    def passes(self, input_batch: Any, most: int) -> Iterator[int | None]:
-        """See `SlotFiller.passes`; after a fault the model makes all passes, so that its draft cache has no gaps."""
-        number: int | None = most
-        passes = self._slot_filler.passes(input_batch, most)
+    def begin_passes(self, input_batch: Any, most: int) -> int | None:
+        """See `SlotFiller.begin_passes`.
+
+        After a fault the model makes all passes, so that its draft cache has no gaps.
+        """
         with self._faults.caught("drafting", input_batch.req_ids):
-            number = passes.__enter__()
-        yield number
+            return self._slot_filler.begin_passes(input_batch, most)
+        return most
+
+    def end_passes(self, input_batch: Any, number: int | None) -> None:
+        """See `SlotFiller.end_passes`."""
         with self._faults.caught("drafting", input_batch.req_ids):
-            passes.__exit__(None, None, None)
+            self._slot_filler.end_passes(number)
 
     def fill(
         self,

@@ -1,6 +1,5 @@
 """Ways to fill the slots of a step from history, by fixed rules."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -75,14 +74,18 @@ class SlotFiller(Protocol):
         """
         return
 
-    def passes(self, input_batch: Any, most: int) -> AbstractContextManager[int | None]:
-        """The draft model runs in this block, and makes as many passes as it is given; None: it is not to run.
+    def begin_passes(self, input_batch: Any, most: int) -> int | None:
+        """How many passes the draft model is to make now; None: it is not to run.
 
         Args:
             input_batch: vLLM's.
             most: the most passes, and how many there are by default. With 0 the draft model still takes in the text.
         """
-        return nullcontext(most)
+        return most
+
+    def end_passes(self, number: int | None) -> None:
+        """Take note that the draft model has made its passes, if any; nothing to do by default."""
+        return
 
     def warm_up(self) -> None:
         """Launch once the kernels that only some requests need; nothing to do by default. No request runs."""

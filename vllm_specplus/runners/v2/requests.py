@@ -187,7 +187,7 @@ class RequestTracker:
             num_sampled: [>= B] int32 tokens that each request got.
             width: slots of a request in the next step, 0..K.
         """
-        limits = Limits(self._max_drafts[width][: len(input_batch.req_ids)], num_sampled)
+        limits = Limits(self._max_drafts[width], num_sampled)
         if not self._requests_by_state and not self.live_requests.faults.without_drafts:
             return limits
         allowed = self.live_requests.max_drafts(input_batch.req_ids, width)

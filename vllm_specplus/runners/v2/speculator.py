@@ -171,9 +171,10 @@ class HybridMixin(_Speculator):
             return self.drafting.draft_tokens[: input_batch.num_reqs]
         model_drafts = None
         self.drafting.begin_step(input_batch)
-        with self.drafting.passes(input_batch, steps) as num_passes:
-            if num_passes is not None:
-                model_drafts = self._make_passes(propose, num_passes)
+        num_passes = self.drafting.begin_passes(input_batch, steps)
+        if num_passes is not None:
+            model_drafts = self._make_passes(propose, num_passes)
+        self.drafting.end_passes(input_batch, num_passes)
         draft_logits = self.draft_logits if self._writes_one_hot else None
         return self.drafting.fill(input_batch, model_drafts, num_sampled, width, draft_logits)
 
