@@ -270,7 +270,7 @@ def test_suffix_without_arctic(config: dict[str, Any], monkeypatch: pytest.Monke
     pretend_arctic(monkeypatch, False)
     message = refused(config)
     assert "arctic-inference" in message
-    assert "pip install vllm-specplus[suffix]" in message
+    assert "docs/index.md" in message
 
 
 def test_stock_suffix_without_arctic_is_vllms_to_report(monkeypatch: pytest.MonkeyPatch) -> None:

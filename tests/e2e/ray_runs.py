@@ -56,9 +56,17 @@ class Run:
     def log(self) -> str:
         return self._log.read_text()
 
+    def _worker_logs(self) -> str:
+        """The workers' own logs: the script may show a part alone."""
+        return "".join(path.read_text() for path in self._ray.glob("session_2*/logs/worker-*"))
+
+    def is_runner_v2(self) -> bool:
+        """Whether the workers' engines run vLLM's Model Runner V2."""
+        return "Using V2 Model Runner" in self._worker_logs()
+
     def drafts(self) -> tuple[int, int]:
-        """The tokens that were drafted and accepted, by the workers' own logs: the script may show a part alone."""
-        logs = "".join(path.read_text() for path in self._ray.glob("session_2*/logs/worker-*"))
+        """The tokens that were drafted and accepted."""
+        logs = self._worker_logs()
         # A line for each batch that was verified.
         batches = re.findall(r"SpecDecoding metrics: .*Accepted: (\d+) tokens, Drafted: (\d+) tokens", logs)
         return sum(int(drafted) for _, drafted in batches), sum(int(accepted) for accepted, _ in batches)
@@ -140,8 +148,8 @@ def check_rows(rows: list[dict[str, Any]], texts: list[str], results: Path, num_
     assert {row["id"]: (row["prompt"], row["text"], row["num_tokens"]) for row in found} == expected
 
 
-def check_all_rows(model: Path, tmp_path: Path) -> None:
-    """Rows with and without predictions are answered, and one that is too long is named."""
+def check_all_rows(model: Path, tmp_path: Path, *, is_runner_v2: bool = False) -> None:
+    """Rows with and without predictions are answered on the runner asked for, and one that is too long is named."""
     prompts, results, num_tokens = tmp_path / "prompts.jsonl", tmp_path / "results", 24
     texts = plain_texts(model, ROWS[:8], num_tokens)
     rows = [row | ({"prediction": text} if "prediction" in row else {}) for row, text in zip(ROWS, texts, strict=False)]
@@ -153,6 +161,7 @@ def check_all_rows(model: Path, tmp_path: Path) -> None:
     with started(model, prompts, results, tmp_path / "log", *options, num_tokens=num_tokens, num_workers=1) as run:
         assert run.process.wait(SECONDS) == 1, run.log()[-4000:]
         drafted, accepted = run.drafts()
+        assert run.is_runner_v2() == is_runner_v2
     assert re.search(r"^row 8: \w+: .*512", run.log(), re.MULTILINE), run.log()[-4000:]
     assert "1 rows have no answer: mend those that were refused, or start again\n" in run.log()
     # More than one row has of them.

@@ -61,7 +61,7 @@ def suffix_available() -> bool:
 def missing_suffix_trees_error(setting: str) -> SpecPlusConfigError:
     """The error of a setting that needs arctic-inference, where that is not installed."""
     return config_error(
-        f"{setting} needs the package arctic-inference, which is not installed: pip install vllm-specplus[suffix]"
+        f"{setting} needs the package arctic-inference, which is not installed: docs/index.md says how it is built"
     )
 
 

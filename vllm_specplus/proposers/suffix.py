@@ -70,7 +70,7 @@ class SuffixMatcher:
         try:
             from arctic_inference.suffix_decoding import SuffixDecodingCache
         except ImportError as error:
-            raise ImportError("suffix decoding needs arctic-inference: pip install vllm-specplus[suffix]") from error
+            raise ImportError("suffix decoding needs arctic-inference: docs/index.md says how it is built") from error
         self._make_cache = SuffixDecodingCache
         # The trees of requests whose responses nobody shares.
         self._unshared = SuffixDecodingCache(max_tree_depth, max_cached_requests=0)

@@ -11,4 +11,4 @@ pytestmark = pytest.mark.interpreter
 
 @pytest.mark.slow
 def test_all_rows_are_answered(trained: Path, tmp_path: Path) -> None:
-    check_all_rows(trained, tmp_path)
+    check_all_rows(trained, tmp_path, is_runner_v2=True)
