@@ -44,7 +44,10 @@ _MOST = {
     "CostMeter._recent_prompts": _NUM_TIMES,
     "CostMeter._first_passes": 2,
     "CostMeter._passes": 2,
-    "_Fit": 1,
+    # One for each size of a batch.
+    "CostMeter._steps_by_size": 8,
+    "_Steps": 8,
+    "_Fit": 8,
     "_Passes": 2,
     "Clock": 4,
 }

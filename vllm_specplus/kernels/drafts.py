@@ -32,7 +32,10 @@ class Drafts(NamedTuple):
 
 
 class DraftCounts(NamedTuple):
-    """Both int32: drafts of each request, and how many of them are the model's. [num_reqs], or by request state."""
+    """Both int32: drafts of each request, and how many of them are the model's.
+
+    By request state, or of the batch. The latter are [num_reqs] and [>= num_reqs].
+    """
 
     num_drafts_ptr: torch.Tensor | None
     num_model_ptr: torch.Tensor | None
@@ -334,7 +337,8 @@ def prefer_forecasts(
 
     Args:
         drafts: [num_reqs, K] int64, changed in place; rows may be strided.
-        num_drafts, num_model: [num_reqs] int32, drafts of each request, and how many of them are the model's.
+        num_drafts: [num_reqs] int32, drafts of each request.
+        num_model: [>= num_reqs] int32, how many of them are the model's.
         forecast: [num_reqs, >= K] int64, padded with token 0; rows may be strided.
         num_forecast: [num_reqs] int32, tokens of each forecast.
         agreed: [num_reqs] int32, how many tokens before it agree.
@@ -412,7 +416,8 @@ def write_one_hot_rows(
         draft_logits: [max_num_reqs, K, vocab] float, changed in place: 0 for the draft, -inf for all other tokens.
         idx_mapping: [num_reqs] int32 or int64, the row of each request in `draft_logits`.
         drafts: [num_reqs, K] int64; rows may be strided.
-        num_drafts, num_model: [num_reqs] int32, drafts of each request, and how many of them are the model's.
+        num_drafts: [num_reqs] int32, drafts of each request.
+        num_model: [>= num_reqs] int32, how many of them are the model's.
     """
     num_reqs, width = drafts.shape
     vocab_size = draft_logits.shape[2]

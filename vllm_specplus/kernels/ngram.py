@@ -95,9 +95,9 @@ def fill_drafts(
         num_tokens: [max_num_reqs] int32, known tokens of each request, without drafts; counts as `max_len` if more.
         idx_mapping: [num_reqs] int32 or int64, the row of each request in the two above; negative: no request, and no
             drafts.
-        drafts: [num_reqs, K] int64, takes the drafts, padded with token 0; rows may be strided.
+        drafts: [num_reqs <= max_num_reqs, K] int64, takes the drafts, padded with token 0; rows may be strided.
         model_drafts: [num_reqs, <= K] int64, apart from `drafts`; rows may be strided.
-        limits: of each request's drafts.
+        limits: of each request's drafts; both [num_reqs].
         by_state: [max_num_reqs] by request state, takes the counts.
         min_ngram_size: tokens of the shortest n-gram, >= 1.
         max_ngram_size: tokens of the longest n-gram, >= min_ngram_size.
@@ -116,6 +116,8 @@ def fill_drafts(
         ValueError: a size out of range, or a tensor of another shape, dtype or layout.
     """
     num_reqs, width = drafts.shape
+    if num_reqs > token_ids.shape[0]:
+        raise ValueError(f"drafts has {num_reqs} rows, more than the {token_ids.shape[0]} of token_ids")
     if model_drafts.shape[0] != num_reqs or model_drafts.shape[1] > width or width < 1:
         raise ValueError(f"model_drafts must be [{num_reqs}, <= {width}], got {describe(model_drafts)}")
     shape = num_reqs, split_text(token_ids.shape[1])[1], 2

@@ -99,19 +99,37 @@ class _Fit(NamedTuple):
     verification: float
 
 
+class _Steps:
+    """Steps of batches of about the same size, and what they tell."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.fit: _Fit | None = None
+        # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
+        self._sums = np.zeros((5, 5))
+
+    def add(self, num_drafts: int, num_reqs: int, time: float, prior_slot: float | None) -> None:
+        """Add a step; see `_fitted` for `prior_slot`."""
+        step = np.array([1.0, num_reqs, num_drafts, num_drafts > 0, time])
+        self._sums *= 1 - 1 / _COST_MEMORY
+        self._sums += step[:, None] * step
+        self.number += 1
+        if self.number < _FIT_PERIOD or self.number % _FIT_PERIOD == 0:
+            self.fit = _fitted(self._sums, prior_slot)
+
+
 class CostMeter:
     """Measures the costs of steps and passes; what took far longer than is usual counts as three times the usual.
 
-    A step's time is linear in its requests, its drafts, and whether it has any. So where requests and slots become
-    fewer together, one is not taken for the other. Nor is the time to verify at all taken for that of many slots.
+    Among batches of about the same size, a step's time is linear in its requests, its drafts, and whether it has any.
+    So where requests and slots become fewer together, one is not taken for the other. Nor is the time to verify at all
+    taken for that of many slots. Batches of 1, of 2 to 3, of 4 to 7 and so on are measured apart: a processor may take
+    longer for one request than for four, and a slot that is free in a small batch is not in a large one.
     """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
-        # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
-        self._sums = np.zeros((5, 5))
-        self._num_steps = 0
-        self._fit: _Fit | None = None
+        self._steps_by_size: dict[int, _Steps] = {}
         self._first_passes: dict[int, list[tuple[float, int]]] = {}
         self._passes: dict[int, tuple[float, float]] = {}  # time and requests, on average
         self._recent_prompts: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
@@ -119,12 +137,10 @@ class CostMeter:
     def add_step(self, num_drafts: int, num_reqs: int, time: float) -> float:
         """Add a step of the target in which `num_reqs` requests had some drafts; return the time as it counts."""
         time = _bounded(self._recent, time, num_reqs + num_drafts, _MOST_TIMES_MEDIAN)
-        step = np.array([1.0, num_reqs, num_drafts, num_drafts > 0, time])
-        self._sums *= 1 - 1 / _COST_MEMORY
-        self._sums += step[:, None] * step
-        self._num_steps += 1
-        if self._num_steps < _FIT_PERIOD or self._num_steps % _FIT_PERIOD == 0:
-            self._fit = _fitted(self._sums)
+        size = _size_of(num_reqs)
+        elsewhere = self._nearest_fit(size, but=size)
+        steps = self._steps_by_size.setdefault(size, _Steps())
+        steps.add(num_drafts, num_reqs, time, elsewhere and elsewhere.slot)
         return time
 
     def add_passes(self, num_passes: int, num_reqs: int, time: float) -> None:
@@ -147,7 +163,7 @@ class CostMeter:
     @property
     def has_steps(self) -> bool:
         """Whether a step has been measured."""
-        return self._fit is not None
+        return bool(self._steps_by_size)
 
     def passes_time(self, num_passes: int, num_reqs: int) -> float:
         """The usual time of some passes for a batch; 0 where that is not known."""
@@ -168,23 +184,43 @@ class CostMeter:
             all_passes = self.passes_time(most, num_reqs)
             first = self.passes_time(1, num_reqs) or all_passes / most
             later = max(all_passes - first, 0.0) / (most - 1) if most > 1 else first
-        return Costs(step, slot, first, later, self._fit.verification if self._fit else 0.0)
+        fit = self._nearest_fit(_size_of(num_reqs))
+        return Costs(step, slot, first, later, fit.verification if fit else 0.0)
 
     def _step_and_slot(self, num_reqs: float) -> tuple[float, float]:
         """The time of a step of some requests that have as many drafts as usual, and of one more slot in it."""
-        if self._fit is None:
+        fit = self._nearest_fit(_size_of(num_reqs))
+        if fit is None:
             return 1.0, _PRIOR_SLOT / num_reqs
-        time, usual_reqs, of_request, slot, _ = self._fit
+        time, usual_reqs, of_request, slot, _ = fit
         # A larger batch takes no less time, and no more for each request.
         least, most = sorted((1.0, num_reqs / usual_reqs))
         return min(max(time + of_request * (num_reqs - usual_reqs), time * least), time * most), slot
 
+    def _nearest_fit(self, size: int, but: int | None = None) -> _Fit | None:
+        """What batches of the nearest size tell that has more than a few steps, if any has; none of size `but`."""
+        sizes = [(steps.number < _NUM_FIRST, abs(known - size), known) for known, steps in self._steps_by_size.items()]
+        sizes = [found for found in sizes if found[-1] != but]
+        return self._steps_by_size[min(sizes)[-1]].fit if sizes else None
 
-def _fitted(sums: np.ndarray) -> _Fit:
-    """Fit a step's time by the sums of a `CostMeter`; no slot, and no verification, costs less than nothing."""
+
+def _size_of(num_reqs: float) -> int:
+    """Batches of the same number are of about the same size."""
+    return int(num_reqs).bit_length()
+
+
+def _fitted(sums: np.ndarray, prior_slot: float | None) -> _Fit:
+    """Fit a step's time by the sums of `_Steps`; no slot, and no verification, costs less than nothing.
+
+    Args:
+        sums: see `_Steps`.
+        prior_slot: the time of a slot before anything is known; None: the usual share of a step.
+    """
     _, num_reqs, num_drafts, _, time = means = sums[0] / sums[0, 0]
+    if prior_slot is None:
+        prior_slot = _PRIOR_SLOT * time / num_reqs
     spread = sums - sums[0, 0] * means[:, None] * means
-    products = spread[1:4, 4] + [0.0, _PRIOR_WEIGHT * _PRIOR_SLOT * time / num_reqs, 0.0]
+    products = spread[1:4, 4] + [0.0, _PRIOR_WEIGHT * prior_slot, 0.0]
     matrix = spread[1:4, 1:4] + np.diag([_LEAST_SPREAD_OF_REQS, _PRIOR_WEIGHT, _LEAST_SPREAD_OF_VERIFICATION])
     free = [0, 1, 2]
     while True:

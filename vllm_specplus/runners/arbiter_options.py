@@ -21,11 +21,12 @@ class ArbiterOptions(TypedDict):
 
 def arbiter_options(vllm_config: Any) -> ArbiterOptions:
     """Read the arbiter's arguments from vLLM's config."""
-    options: SpecPlusOptions = vllm_config.speculative_config.specplus
-    samples_drafts = vllm_config.speculative_config.draft_sample_method == "probabilistic"
+    speculative_config = vllm_config.speculative_config
+    options: SpecPlusOptions = speculative_config.specplus
+    samples_drafts = speculative_config.draft_sample_method == "probabilistic"
     return {
         "num_model_steps": options.num_model_steps or 0,
-        "num_speculative_tokens": options.num_speculative_tokens,
+        "num_speculative_tokens": speculative_config.num_speculative_tokens,
         "is_blind": samples_drafts and uses_draft_distribution(options.verify_strategy),
         # Data-parallel ranks have to agree on the passes.
         "makes_all_passes": vllm_config.parallel_config.data_parallel_size > 1,

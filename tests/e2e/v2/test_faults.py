@@ -111,7 +111,7 @@ def test_any_other_fault_costs_the_batch_its_drafts_or_its_counts(
         places["drafting"] += [
             (AdaptiveFiller, name) for name in ("_plan_passes", "_judge", "_choose", "_settle", "_read", "begin")
         ]
-        places["drafting"] += [(adaptive.kernels, "search_ngrams")]
+        places["drafting"] += [(adaptive.kernels.NgramChains, "search")]
         places["counting"] += [(StepPrices, name) for name in ("add_tokens", "expect_passes", "add_past_passes")]
         places["requests"] += [(StepPrices, "begin_step")]
     else:

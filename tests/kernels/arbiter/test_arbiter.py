@@ -226,6 +226,8 @@ class Pair:
         drafts = torch.full((num_places, self.width + 2), SENTINEL)
         price = torch.tensor([slot_price])
         by_state = torch.full((3, len(self.num_tokens)), SENTINEL, dtype=torch.int32)
+        for tensor in self.kernels.scratch:
+            tensor.fill_(SENTINEL)
         chosen = choose(
             self.kernels,
             self.device_lengths(),

@@ -47,8 +47,10 @@ def new_state(num_rows, num_steps, width, matchers=(NGRAM,), prior=PRIOR):
 
 
 def search_ngrams(state, token_ids, num_tokens, idx_mapping, limits, longest=None, **sizes):
-    """A single search."""
-    return NgramChains(state, token_ids, num_tokens, **sizes).search(idx_mapping, limits, longest)
+    """A single search, after one that has found huge keys: one would win if it were read."""
+    chains = NgramChains(state, token_ids, num_tokens, **sizes)
+    chains._keys.fill_(2**62)
+    return chains.search(idx_mapping, limits, longest)
 
 
 def choose_of(state, num_tokens, idx_mapping, limits, matches):

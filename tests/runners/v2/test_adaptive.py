@@ -166,6 +166,20 @@ def test_tokens_count_in_the_step_that_brings_them():
     assert engine.emitted == [0, 1, 1, 1, 1]
 
 
+def test_passes_after_a_fault_have_no_time(monkeypatch):
+    engine = Engine()
+    engine.add("a", 0)
+    engine.step("a")
+    filler = engine.drafting._slot_filler
+    before = filler._passes_began, filler._passes
+    assert before == (None, None)
+    monkeypatch.setattr(filler, "_plan_passes", None)
+    batch = SimpleNamespace(req_ids=["b"], num_reqs=1)
+    assert engine.drafting.begin_passes(batch, NUM_STEPS) == NUM_STEPS
+    engine.drafting.end_passes(batch, NUM_STEPS)
+    assert filler._passes is None
+
+
 def asleep(engine: Engine, *req_ids: str) -> None:
     """Let the requests spend what they have."""
     engine.passes(8, *req_ids, width=0)

@@ -30,9 +30,9 @@ _UNFILLED = tl.constexpr(sources.UNFILLED)
 class Chosen(NamedTuple):
     """What `choose` has chosen, beside the drafts. A place without a request has no drafts, values or chances.
 
-    The numbers of drafts are [B]. The others are of the state's `scratch`, with the requests of the batch first.
+    All but `num_drafts_ptr` are of the state's `scratch`, with the requests of the batch first.
 
-    counts: the second of [R].
+    counts: [B], and [R] of the model's.
     values: [R, S + 1] int64, the value of the best drafts with each number of passes; past those made the last repeats.
     chances: [R, K] int64, of each draft if those before it are right, in units of 1 / ONE; 0 after the last draft.
     """
@@ -58,7 +58,7 @@ def choose(
     Args:
         state: its `offer_positions` are changed in place, and its `offers` where there are `matches`.
         num_tokens: [R] int32, known tokens of each request.
-        idx_mapping: [B] int32 or int64, the row of each request; negative: no request, and no drafts.
+        idx_mapping: [B <= R] int32 or int64, the row of each request; negative: no request, and no drafts.
         limits: of each request's drafts; counts as K if more.
         slot_price: [1] int64, >= 0, in units of 1 / ONE tokens.
         drafts: [B, K] int64, takes the drafts, padded with token 0; rows may be strided.

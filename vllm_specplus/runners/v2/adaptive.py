@@ -199,11 +199,13 @@ class AdaptiveFiller(SlotFiller):
 
     def end_passes(self, number: int | None) -> None:
         """See `SlotFiller.end_passes`."""
-        if number and self._passes_began is not None:
+        # None after a fault too: then nobody knows when the passes began.
+        began, self._passes_began = self._passes_began, None
+        if number and began is not None:
             ended, prices = Clock(self._device), self._prices_of_steps
             with self._requests.live_requests.faults.caught("counting"):
                 prices.expect_passes(number)
-            self._passes = _Passes(number, self._passes_began, ended, prices.is_counted)
+            self._passes = _Passes(number, began, ended, prices.is_counted)
 
     def begin_step(self, input_batch: Any) -> None:
         """Take over what has been told of an earlier step, and the prices for this one.

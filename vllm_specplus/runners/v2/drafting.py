@@ -155,7 +155,7 @@ class Drafting:
     def _fill(
         self, input_batch: Any, model_drafts: torch.Tensor | None, num_sampled: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The drafts as of `fill`, [num_reqs] int32 how many each request has, and how many of these the model made."""
+        """The drafts as of `fill`, and both counts of the batch."""
         idx_mapping = input_batch.idx_mapping
         draft_tokens = self.draft_tokens[: input_batch.num_reqs]
         if model_drafts is None:

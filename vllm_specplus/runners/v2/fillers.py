@@ -38,7 +38,7 @@ class SlotFiller(Protocol):
             arrival: the tokens that `TokenCopier.advance` has brought to the host, if any.
 
         Returns:
-            [B] the counts. They have been noted by request state as well.
+            The counts of the batch. They have been noted by request state as well.
         """
 
     def skip(

@@ -203,7 +203,7 @@ class RequestTracker:
         Args:
             input_batch: vLLM's.
             drafts: [B, K] int64, changed in place.
-            counts: [B].
+            counts: of the batch.
             limits: of each request's drafts.
 
         Returns:
