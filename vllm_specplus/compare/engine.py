@@ -18,7 +18,7 @@ from vllm_specplus.compare.engine_times import SplitTimer
 from vllm_specplus.compare.past_answers import forget_past_answers
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import Prompt
-from vllm_specplus.compare.runs import Best, EngineOptions, Profile, Run, sources_of_tokens
+from vllm_specplus.compare.runs import Best, EngineOptions, Profile, Run, Timed, sources_of_tokens
 from vllm_specplus.requests.engine_client import has_drafter
 
 _MEMORY_OF_ALL = 0.9
@@ -118,11 +118,10 @@ class Session:
             temperature: of the sampling.
         """
         self._forget_past_runs()
-        before, began = self._counts(), time.perf_counter()
-        requests = self._drain(order, concurrency, temperature, self._max_tokens)
-        seconds = time.perf_counter() - began
+        before = self._counts()
+        requests, timed = self._drain(order, concurrency, temperature, self._max_tokens)
         steps = sum(len(request.step_sizes) for request in requests)
-        return Run(seconds, [request.token_ids for request in requests], steps, self._counts() - before)
+        return Run(timed, [request.token_ids for request in requests], steps, self._counts() - before)
 
     def profile(self, temperature: float) -> Profile:
         """Answer the prompts one at a time; find out where the time goes, and who drafted each token."""
@@ -132,7 +131,7 @@ class Session:
         with timer.timers_installed(self._engine):
             for number in range(len(self._prompts)):
                 by_step: list[dict[str, int]] = []
-                request = self._drain([number], 1, temperature, self._max_tokens, by_step, timer)[0]
+                (request,), _ = self._drain([number], 1, temperature, self._max_tokens, by_step, timer)
                 sources = sources_of_tokens(request.step_sizes, by_step)
                 texts.append(list(zip(self._pieces(request.token_ids), sources, strict=True)))
         return Profile(texts, timer.seconds())
@@ -191,9 +190,14 @@ class Session:
         max_tokens: int,
         by_step: list[dict[str, int]] | None = None,
         timer: SplitTimer | None = None,
-    ) -> list[_Request]:
-        """Answer prompts; add the accepted drafts by source of each step to `by_step`, if one of them has any."""
-        waiting, requests = deque(order), []
+    ) -> tuple[list[_Request], Timed]:
+        """Answer prompts; add the accepted drafts by source of each step to `by_step`, if one of them has any.
+
+        Returns:
+            The requests, and the time in which all places were taken.
+        """
+        waiting, requests, timed = deque(order), [], Timed()
+        began = time.perf_counter()
         copies: Counter[int] = Counter()
         running: dict[str, _Request] = {}
         before = self._counts() if by_step is not None else Counts()
@@ -204,11 +208,13 @@ class Session:
                 params = self._params(number, temperature, max_tokens)
                 running[self._add(self._prompts[number], params, copies[number])] = requests[-1]
                 copies[number] += 1
+            is_full, num_new = len(running) == concurrency, 0
             for output in self._step(timer):
                 request, new = running[output.request_id], output.outputs[0].token_ids
                 if new:
                     request.token_ids += new
                     request.step_sizes.append(len(new))
+                    num_new += len(new)
                 if output.finished:
                     del running[output.request_id]
             if by_step is not None:
@@ -216,7 +222,9 @@ class Session:
                 if (now - before).num_accepted:
                     by_step.append({source: sum(row) for source, row in (now - before).accepted.items()})
                 before = now
-        return requests
+            if is_full:
+                timed = Timed(time.perf_counter() - began, timed.num_tokens + num_new)
+        return requests, timed
 
     def _step(self, timer: SplitTimer | None) -> list[Any]:
         if timer is None:

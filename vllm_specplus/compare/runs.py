@@ -39,15 +39,23 @@ class Best(NamedTuple):
     logit: float
 
 
+class Timed(NamedTuple):
+    """Some time, and the tokens that came in it."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+
+
 @dataclass(frozen=True)
 class Run:
     """Some prompts answered once.
 
+    timed: the time in which all places were taken.
     token_ids: of each answer.
     num_steps: steps of requests; a step in which two requests got tokens counts twice.
     """
 
-    seconds: float
+    timed: Timed
     token_ids: list[list[int]]
     num_steps: int
     counts: Counts
@@ -59,8 +67,8 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all answers over the time of the run."""
-        return self.num_tokens / self.seconds
+        """Tokens over time, as long as all places were taken: at the end nothing takes that of an answer."""
+        return self.timed.num_tokens / self.timed.seconds
 
 
 @dataclass(frozen=True)
