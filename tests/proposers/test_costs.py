@@ -80,6 +80,34 @@ def test_of_a_batch_never_seen_a_step_is_bounded() -> None:
     assert 0 < meter.costs(1).step <= usual
 
 
+def test_batches_of_another_size_are_measured_apart() -> None:
+    """A step of one request may take longer than one of four, and its slots may be free."""
+    rng = np.random.default_rng(0)
+    meter = CostMeter()
+    for _ in range(300):
+        meter.add_step(int(rng.integers(0, 9)), 1, 57.0)
+    for _ in range(40):
+        num_drafts = int(rng.integers(0, 17))
+        meter.add_step(num_drafts, 4, 47.0 + 3.0 * num_drafts)
+    assert meter.costs(4).slot == pytest.approx(3.0, rel=0.1)
+    assert meter.costs(4).step == pytest.approx(47.0 + 3.0 * 8, rel=0.1)
+    assert meter.costs(1).slot == pytest.approx(0.0, abs=0.1)
+    assert meter.costs(1).step == meter.step_time(1) == pytest.approx(57.0)
+
+
+def test_a_size_of_few_steps_goes_by_its_neighbours() -> None:
+    meter = CostMeter()
+    for num_drafts in (0, 8) * 50:
+        meter.add_step(num_drafts, 2, 2.0 + 0.1 * num_drafts)
+    meter.add_step(0, 16, 99.0)
+    assert meter.costs(16).step <= 8 * meter.costs(2).step
+    for _ in range(3):
+        meter.add_step(0, 16, 10.0)
+    assert meter.costs(16).step == pytest.approx(10.0, rel=0.1)
+    # Its steps say nothing of a slot.
+    assert meter.costs(16).slot == pytest.approx(meter.costs(2).slot)
+
+
 def test_a_pause_counts_as_three_usual_steps() -> None:
     meter = CostMeter()
     for _ in range(9):

@@ -106,16 +106,15 @@ class _Steps:
         self.number = 0
         self.fit: _Fit | None = None
         # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
-        self._sums = np.zeros((5, 5))
+        self.sums = np.zeros((5, 5))
 
-    def add(self, num_drafts: int, num_reqs: int, time: float, prior_slot: float | None) -> None:
-        """Add a step; see `_fitted` for `prior_slot`."""
+    def add(self, num_drafts: int, num_reqs: int, time: float) -> bool:
+        """Add a step; whether it is time for another fit."""
         step = np.array([1.0, num_reqs, num_drafts, num_drafts > 0, time])
-        self._sums *= 1 - 1 / _COST_MEMORY
-        self._sums += step[:, None] * step
+        self.sums *= 1 - 1 / _COST_MEMORY
+        self.sums += step[:, None] * step
         self.number += 1
-        if self.number < _FIT_PERIOD or self.number % _FIT_PERIOD == 0:
-            self.fit = _fitted(self._sums, prior_slot)
+        return self.number < _FIT_PERIOD or self.number % _FIT_PERIOD == 0
 
 
 class CostMeter:
@@ -138,9 +137,12 @@ class CostMeter:
         """Add a step of the target in which `num_reqs` requests had some drafts; return the time as it counts."""
         time = _bounded(self._recent, time, num_reqs + num_drafts, _MOST_TIMES_MEDIAN)
         size = _size_of(num_reqs)
-        elsewhere = self._nearest_fit(size, but=size)
-        steps = self._steps_by_size.setdefault(size, _Steps())
-        steps.add(num_drafts, num_reqs, time, elsewhere and elsewhere.slot)
+        if size not in self._steps_by_size:
+            self._steps_by_size[size] = _Steps()
+        steps = self._steps_by_size[size]
+        if steps.add(num_drafts, num_reqs, time):
+            elsewhere = self._nearest_fit(size, but=size)
+            steps.fit = _fitted(steps.sums, elsewhere and elsewhere.slot)
         return time
 
     def add_passes(self, num_passes: int, num_reqs: int, time: float) -> None:
@@ -175,6 +177,10 @@ class CostMeter:
             return time
         return time * self._step_and_slot(num_reqs)[0] / self._step_and_slot(usual_reqs)[0]
 
+    def step_time(self, num_reqs: int) -> float:
+        """The `Costs.step` of a batch."""
+        return self._step_and_slot(num_reqs)[0]
+
     def costs(self, num_reqs: int) -> Costs:
         """The costs of a batch as far as they are known, and else what is usual on a GPU."""
         step, slot = self._step_and_slot(num_reqs)
@@ -199,6 +205,9 @@ class CostMeter:
 
     def _nearest_fit(self, size: int, but: int | None = None) -> _Fit | None:
         """What batches of the nearest size tell that has more than a few steps, if any has; none of size `but`."""
+        own = self._steps_by_size.get(size)
+        if size != but and own is not None and own.number >= _NUM_FIRST:
+            return own.fit
         sizes = [(steps.number < _NUM_FIRST, abs(known - size), known) for known, steps in self._steps_by_size.items()]
         sizes = [found for found in sizes if found[-1] != but]
         return self._steps_by_size[min(sizes)[-1]].fit if sizes else None

@@ -133,7 +133,7 @@ class StepPrices:
     def _enter_step(self, num_drafts: int, num_reqs: int, num_emitted: int, seconds: float, passes_time: float) -> None:
         in_passes = min(passes_time, _MOST_IN_PASSES * seconds)
         counted = self._meter.add_step(num_drafts, num_reqs, seconds - in_passes)
-        self._pace.add(num_emitted / num_reqs, (counted + in_passes) / self._meter.costs(num_reqs).step)
+        self._pace.add(num_emitted / num_reqs, (counted + in_passes) / self._meter.step_time(num_reqs))
 
     def _enter_prompt_passes(self, num_passes: int, num_reqs: int, seconds: float) -> None:
         counted = self._meter.add_prompt_passes(seconds)
