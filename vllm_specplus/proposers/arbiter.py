@@ -130,16 +130,16 @@ class ScaledPrices(NamedTuple):
 class CommonAccount:
     """What the draft model has earned, in the time of a batch's steps; new requests begin with it or not.
 
-    A credit is of the requests that have earned it: a larger batch has spent it in fewer steps. A debt is of the batch:
-    it tells for how many steps the model is not tried, whatever their requests.
+    Batches of about the same size have an account: with one request the model may pay, and with sixteen not. A size
+    that has not been seen begins with what the one before it has, but for what is more than the first one began with.
     """
 
     most_credit = int(_MOST_CREDIT * _ONE)
     """The largest credit of a single request."""
 
     def __init__(self) -> None:
-        self._credit = int(_COMMON_ALLOWANCE * _ONE)
-        self._num_reqs = 0  # before the first step
+        self._num_reqs = 1
+        self._credits: dict[int, int] = {}  # by size of the batch, in binary digits
 
     def add_tokens(self, num_tokens: int, num_reqs: int, step_price: int) -> None:
         """Add the share of a step's tokens that pays for trying the model again; `num_reqs` requests got the tokens.
@@ -147,8 +147,7 @@ class CommonAccount:
         What is added until the next step is of as many requests.
         """
         num_reqs = max(num_reqs, 1)
-        if self._credit > 0 and self._num_reqs:
-            self._credit = self._credit * self._num_reqs // num_reqs
+        self._credits[num_reqs.bit_length()] = self._credit(num_reqs)
         self._num_reqs = num_reqs
         self.add((num_tokens << (2 * _SHIFT - _INCOME_SHIFT)) // step_price)
 
@@ -158,19 +157,29 @@ class CommonAccount:
 
     def add(self, profit: int) -> None:
         """Add the profit of the model's passes in a step, over all requests of it."""
-        num_reqs = max(self._num_reqs, 1)
-        most = max(int(_MOST_COMMON_CREDIT * _ONE) // num_reqs, int(_COMMON_ALLOWANCE * _ONE))
+        most = max(int(_MOST_COMMON_CREDIT * _ONE) // self._num_reqs, int(_COMMON_ALLOWANCE * _ONE))
         least = -int(_MOST_COMMON_DEBT * _ONE)
-        self._credit = min(max(self._credit + profit // num_reqs, least), most)
+        credit = self._credit(self._num_reqs) + profit // self._num_reqs
+        self._credits[self._num_reqs.bit_length()] = min(max(credit, least), most)
 
-    def allowance(self) -> int:
+    def allowance(self, num_reqs: int) -> int:
         """The credit of a new request; `ASLEEP` where it begins without the model.
 
         Where the model pays in general, a request that it does not pay for keeps it for longer.
+
+        Args:
+            num_reqs: the requests of its batch.
         """
-        if self._credit <= 0:
+        credit = self._credit(max(num_reqs, 1))
+        if credit <= 0:
             return ASLEEP
-        return int(_ALLOWANCE * _ONE) + (self._credit >> _COMMON_SHARE_SHIFT)
+        return int(_ALLOWANCE * _ONE) + (credit >> _COMMON_SHARE_SHIFT)
+
+    def _credit(self, num_reqs: int) -> int:
+        """The credit of batches of about this size."""
+        first = int(_COMMON_ALLOWANCE * _ONE)
+        latest = self._credits.get(self._num_reqs.bit_length(), first)
+        return self._credits.get(num_reqs.bit_length(), min(latest, first))
 
 
 @dataclass(frozen=True)
@@ -430,7 +439,7 @@ class Arbiter:
         self._offer_positions[row] = self._compiled.NO_OFFERS
         for numbers in self._record:
             numbers[row] = 0
-        self._credits[row] = self._account.allowance() if self.num_model_steps else ASLEEP
+        self._credits[row] = self._account.allowance(len(self._rows)) if self.num_model_steps else ASLEEP
 
 
 def prior_chances() -> np.ndarray:

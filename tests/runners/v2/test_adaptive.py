@@ -61,15 +61,17 @@ class Engine:
         )
         self.token_ids = torch.ones(4, MAX_LEN, dtype=torch.int32)
         self.total_len = torch.full((4,), MAX_LEN, dtype=torch.int32)
+        self.places: dict[str, int] = {}
         states = SimpleNamespace(
-            all_token_ids=SimpleNamespace(gpu=self.token_ids), total_len=SimpleNamespace(gpu=self.total_len)
+            all_token_ids=SimpleNamespace(gpu=self.token_ids),
+            total_len=SimpleNamespace(gpu=self.total_len),
+            req_id_to_index=self.places,
         )
         self.drafting = Drafting(config, torch.device("cpu"), states)
         prices = Prices(0.02, 1.0, price, price)
         self.emitted: list[int] = []
         self.drafting.requests.prices.agree = lambda num_reqs: prices
         self.drafting.requests.prices.add_tokens = self.emitted.append
-        self.places: dict[str, int] = {}
 
     def schedule(self, ended: Iterable[str] = ()) -> None:
         """Begin a step; requests take and leave their places later."""

@@ -175,7 +175,8 @@ class AdaptiveFiller(SlotFiller):
             self._is_awake[index] = account.is_awake
             self._state.credits[index : index + 1].copy_(account.credits)
             return
-        credit = self._account.allowance() if self._requests.allows_drafts(index) else ASLEEP
+        num_reqs = len(self._req_states.req_id_to_index)
+        credit = self._account.allowance(num_reqs) if self._requests.allows_drafts(index) else ASLEEP
         self._is_awake[index] = credit != ASLEEP
         self._state.credits[index].fill_(credit)
 
