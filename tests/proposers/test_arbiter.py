@@ -394,11 +394,10 @@ def test_a_credit_of_one_request_does_not_pay_for_a_large_batch() -> None:
     account.add_tokens(0, 1, ONE)
     account.add(1000 * ONE)
     account.add_tokens(0, 16, ONE)
-    account.add(-16 * 3 * ONE)
-    assert account.allowance(16) > 0
-    account.add(-16 * 2 * ONE)
+    assert ONE <= account.allowance(16) < 1.1 * ONE
+    account.add(-16 * ONE // 2)
     assert account.allowance(16) == ASLEEP
-    assert account.allowance(1) > 0
+    assert account.allowance(1) > 3 * ONE
 
 
 def test_a_credit_survives_a_batch_that_grows_and_shrinks() -> None:

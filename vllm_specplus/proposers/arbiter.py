@@ -69,6 +69,8 @@ from vllm_specplus.sources import NGRAM, REFERENCE
 _ALLOWANCE = 3.0  # steps' time that a request may lose by the model before it gives it up
 _MOST_CREDIT = 8.0
 _COMMON_ALLOWANCE = 4.0
+_NEXT_ALLOWANCE = 1.0  # of a size of batch that has not been seen, where another one has
+_LEAST_ALLOWANCE = 1.0  # with less a request would give a good model up by chance
 _MOST_COMMON_CREDIT = 64.0  # of all requests of a batch together; `_COMMON_ALLOWANCE` for each of them, if more
 _MOST_COMMON_DEBT = 16.0
 _COMMON_SHARE_SHIFT = 5  # of the common credit, 1 / 32 comes to each request's allowance
@@ -131,7 +133,7 @@ class CommonAccount:
     """What the draft model has earned, in the time of a batch's steps; new requests begin with it or not.
 
     Batches of about the same size have an account: with one request the model may pay, and with sixteen not. A size
-    that has not been seen begins with what the one before it has, but for what is more than the first one began with.
+    that has not been seen begins with little, or with the debt of the one before it.
     """
 
     most_credit = int(_MOST_CREDIT * _ONE)
@@ -165,21 +167,25 @@ class CommonAccount:
     def allowance(self, num_reqs: int) -> int:
         """The credit of a new request; `ASLEEP` where it begins without the model.
 
-        Where the model pays in general, a request that it does not pay for keeps it for longer.
+        It is no more than there is in common. Where the model pays in general, a request that it does not pay for keeps
+        it for longer.
 
         Args:
             num_reqs: the requests of its batch.
         """
         credit = self._credit(max(num_reqs, 1))
-        if credit <= 0:
+        if credit < int(_LEAST_ALLOWANCE * _ONE):
             return ASLEEP
-        return int(_ALLOWANCE * _ONE) + (credit >> _COMMON_SHARE_SHIFT)
+        return min(credit, int(_ALLOWANCE * _ONE)) + (credit >> _COMMON_SHARE_SHIFT)
 
     def _credit(self, num_reqs: int) -> int:
         """The credit of batches of about this size."""
-        first = int(_COMMON_ALLOWANCE * _ONE)
-        latest = self._credits.get(self._num_reqs.bit_length(), first)
-        return self._credits.get(num_reqs.bit_length(), min(latest, first))
+        size, latest = num_reqs.bit_length(), self._num_reqs.bit_length()
+        if size in self._credits:
+            return self._credits[size]
+        if latest in self._credits:
+            return min(self._credits[latest], int(_NEXT_ALLOWANCE * _ONE))
+        return int(_COMMON_ALLOWANCE * _ONE)
 
 
 @dataclass(frozen=True)

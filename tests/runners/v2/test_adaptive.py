@@ -195,6 +195,7 @@ def test_a_request_that_sleeps_does_so_in_its_next_place_too():
     asleep(engine, "a")
     engine.schedule()
     engine.remove("a")
+    engine.drafting._slot_filler._account.add(4 << 16)
     engine.add("b", 0)
     assert all(engine.passes(3, "b"))
     engine.add("a", 3)
