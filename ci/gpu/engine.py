@@ -76,7 +76,7 @@ def speed(e: Engine, dry: bool) -> list[dict[str, Any]]:
     """By batch: tokens/s, steps of a request per 100 tokens, and the texts, all of the best of a few runs.
 
     One request at a time runs each prompt of the demo by itself. A larger batch has all of them, and two requests for
-    each place: then a run is not as slow as its slowest answer. Where no time was left there are nulls.
+    each place. A run is timed as long as all places are taken. Where no time was left there are nulls.
     """
     batches = DRY_BATCHES if dry else BATCHES
     prompts = some_prompts(2 * batches[-1], dry)

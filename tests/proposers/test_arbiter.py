@@ -376,39 +376,78 @@ def test_passes_over_prompts_are_charged() -> None:
     assert passes == 0
 
 
-def test_a_debt_of_a_large_batch_is_not_forgotten_when_few_of_its_requests_remain() -> None:
+def after(num_reqs: int, profit: float, num_steps: int = 40) -> CommonAccount:
+    """The account after steps of a batch, in each of which the model has earned each request so much of a step."""
     account = CommonAccount()
-    account.add_tokens(0, 16, ONE)
-    account.add(-16 * 12 * ONE)
-    before = account.allowance(1)
+    for _ in range(num_steps):
+        step(account, num_reqs, profit)
+    return account
+
+
+def step(account: CommonAccount, num_reqs: int, profit: float = 0.0) -> None:
+    account.add_tokens(0, num_reqs, ONE)
+    account.add(int(num_reqs * profit * ONE))
+
+
+def test_a_new_account_allows_each_batch_the_same() -> None:
+    account = CommonAccount()
+    account.charge(Prices(0.0, 1.0))
+    account.add_tokens(0, 0, ONE)
+    assert account.allowance(16) == account.allowance(1) > 3 * ONE
+
+
+def test_a_debt_of_a_large_batch_is_not_forgotten_when_few_of_its_requests_remain() -> None:
+    account = after(16, -0.3)
+    for num_reqs in (8, 4, 2, 1, 1, 1, 1, 1):
+        step(account, num_reqs)
+        assert account.allowance(num_reqs) == ASLEEP
+
+
+def test_a_debt_of_a_large_batch_does_not_keep_the_model_from_small_ones() -> None:
+    account = after(16, -0.3)
+    for _ in range(40):
+        step(account, 1)
+    assert account.allowance(1) > ONE
+    assert account.allowance(16) == ASLEEP
+
+
+def test_a_debt_of_a_small_batch_is_one_of_a_large_batch_too() -> None:
+    assert after(1, -0.3).allowance(16) == ASLEEP
+
+
+def test_a_credit_of_one_request_does_not_pay_for_a_large_batch() -> None:
+    account = after(1, 3.0)
+    assert account.allowance(1) > 4 * ONE
+    assert ONE < account.allowance(16) < 2 * ONE
+    step(account, 16, -1.0)
+    assert account.allowance(16) == ASLEEP
+
+
+def test_a_credit_survives_batches_that_come_and_go_in_parts() -> None:
+    account = after(16, 0.2)
+    before = account.allowance(16)
     for _ in range(20):
+        for num_reqs in (2, 5, 11, *[16] * 40, 9, 3):
+            step(account, num_reqs, 0.2 if num_reqs == 16 else -0.5)
+    assert account.allowance(2) == account.allowance(16) == pytest.approx(before, rel=0.05)
+
+
+def test_a_debt_is_paid_by_a_share_of_the_tokens() -> None:
+    account = after(1, -0.3)
+    for _ in range(1000):
         account.add_tokens(1, 1, ONE)
-    assert account.allowance(1) == before == ASLEEP
-    for _ in range(1200):
+    assert account.allowance(1) == ASLEEP
+    for _ in range(400):
         account.add_tokens(1, 1, ONE)
     assert account.allowance(1) > 0
 
 
-def test_a_credit_of_one_request_does_not_pay_for_a_large_batch() -> None:
-    account = CommonAccount()
-    account.add_tokens(0, 1, ONE)
-    account.add(1000 * ONE)
-    account.add_tokens(0, 16, ONE)
-    assert ONE <= account.allowance(16) < 1.1 * ONE
-    account.add(-16 * ONE // 2)
-    assert account.allowance(16) == ASLEEP
-    assert account.allowance(1) > 3 * ONE
-
-
-def test_a_credit_survives_a_batch_that_grows_and_shrinks() -> None:
-    account = CommonAccount()
-    account.add_tokens(0, 3, ONE)
-    account.add(3 * 20 * ONE)
-    before = account.allowance(3)
-    for _ in range(50):
-        account.add_tokens(0, 4, ONE)
-        account.add_tokens(0, 3, ONE)
-    assert account.allowance(2) == account.allowance(3) == before
+def test_requests_that_begin_together_have_the_credit_of_their_batch() -> None:
+    arbiter = Play([], 4, 1).arbiter
+    arbiter._account = after(2, -0.3)
+    lengths = np.ones(2, np.int64)
+    arbiter.begin_step(History(["a", "b"], np.zeros((2, 10), np.int32), lengths, lengths))
+    assert arbiter._credits[arbiter._rows].tolist() == [ASLEEP] * 2
 
 
 def test_requests_are_asleep_when_all_have_given_the_model_up() -> None:

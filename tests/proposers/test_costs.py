@@ -99,13 +99,36 @@ def test_a_size_of_few_steps_goes_by_its_neighbours() -> None:
     meter = CostMeter()
     for num_drafts in (0, 8) * 50:
         meter.add_step(num_drafts, 2, 2.0 + 0.1 * num_drafts)
-    meter.add_step(0, 16, 99.0)
-    assert meter.costs(16).step <= 8 * meter.costs(2).step
+    neighbours = meter.costs(16)
+    meter.add_step(0, 16, 10.0)
+    assert meter.costs(16) == neighbours
     for _ in range(3):
         meter.add_step(0, 16, 10.0)
     assert meter.costs(16).step == pytest.approx(10.0, rel=0.1)
     # Its steps say nothing of a slot.
-    assert meter.costs(16).slot == pytest.approx(meter.costs(2).slot)
+    assert meter.costs(16).slot == pytest.approx(meter.costs(2).slot, rel=0.1)
+
+
+def test_sizes_without_drafts_do_not_lend_each_other_a_slow_first_step() -> None:
+    meter = CostMeter()
+    meter.add_step(0, 1, 5000.0)
+    for num_reqs in (1, 1, *(1, 16) * 300):
+        meter.add_step(0, num_reqs, 50.0)
+    for num_reqs in (1, 16):
+        costs = meter.costs(num_reqs)
+        assert costs.slot * num_reqs < 0.1 * costs.step
+
+
+def test_passes_of_batches_of_another_size_are_measured_apart() -> None:
+    meter = CostMeter()
+    for num_reqs, step, time in ((1, 57.0, 6.0), (16, 150.0, 16.0)):
+        for _ in range(40):
+            meter.add_step(0, num_reqs, step)
+            meter.add_passes(1, num_reqs, time)
+            meter.add_passes(2, num_reqs, 1.5 * time)
+    for num_reqs, time in ((1, 6.0), (16, 16.0)):
+        assert meter.costs(num_reqs).first_pass == meter.passes_time(1, num_reqs) == pytest.approx(time)
+        assert meter.costs(num_reqs).later_pass == pytest.approx(time / 2)
 
 
 def test_a_pause_counts_as_three_usual_steps() -> None:

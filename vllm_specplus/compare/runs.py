@@ -67,7 +67,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens over time, as long as all places were taken: at the end nothing takes that of an answer."""
+        """Tokens over time, as long as all places were taken."""
         return self.timed.num_tokens / self.timed.seconds
 
 

@@ -47,8 +47,8 @@ would have added something where all drafts of the passes before were right and 
 chance a token, and what is drafted behind it now. That says nothing of slots which its draft would have saved. So it
 counts where it is more than what the pass added when it was made. The first pass also fills the draft model's cache, so
 a request needs it in every step, or never again. A request keeps an account of what the model has earned it. Once that
-is spent, the request gives up the model for good. A common account over all requests says whether new ones begin with
-the model. It earns a small share of all tokens, and with that the model is tried again from time to time.
+is spent, the request gives up the model for good. A common account, for each size of batch, says whether new requests
+begin with the model. It earns a small share of all tokens, and with that the model is tried again from time to time.
 
 Verification has a price of its own, beside the slots. Where the drafts of all requests together are worth less than
 that, the step goes without drafts.
@@ -69,11 +69,12 @@ from vllm_specplus.sources import NGRAM, REFERENCE
 _ALLOWANCE = 3.0  # steps' time that a request may lose by the model before it gives it up
 _MOST_CREDIT = 8.0
 _COMMON_ALLOWANCE = 4.0
-_NEXT_ALLOWANCE = 1.0  # of a size of batch that has not been seen, where another one has
+_NEXT_ALLOWANCE = 1.5  # of a size of batch that has not been seen, where another one has
 _LEAST_ALLOWANCE = 1.0  # with less a request would give a good model up by chance
 _MOST_COMMON_CREDIT = 64.0  # of all requests of a batch together; `_COMMON_ALLOWANCE` for each of them, if more
 _MOST_COMMON_DEBT = 16.0
 _COMMON_SHARE_SHIFT = 5  # of the common credit, 1 / 32 comes to each request's allowance
+_SIZE_PERIOD = 16  # steps
 _INCOME_SHIFT = 7  # of each token's time, 1 / 128 pays for trying the model again
 _FIRST_DRAFT = 3  # the column of a `Choice`
 _TRIAL_PERIOD = 64  # steps until what seems not to pay, or to pay little, is tried once more
@@ -132,8 +133,8 @@ class ScaledPrices(NamedTuple):
 class CommonAccount:
     """What the draft model has earned, in the time of a batch's steps; new requests begin with it or not.
 
-    Batches of about the same size have an account: with one request the model may pay, and with sixteen not. A size
-    that has not been seen begins with little, or with the debt of the one before it.
+    Batches of about the same size have an account: with one request the model may pay, and with sixteen not. The size
+    is that of the largest batch of the last steps. So a batch that comes and goes in parts is of one size.
     """
 
     most_credit = int(_MOST_CREDIT * _ONE)
@@ -141,16 +142,21 @@ class CommonAccount:
 
     def __init__(self) -> None:
         self._num_reqs = 1
-        self._credits: dict[int, int] = {}  # by size of the batch, in binary digits
+        self._credits: dict[int, int] = {}  # by size, in binary digits
+        self._largest, self._largest_before = 0, 0  # requests of a batch of this period, and of the one before it
+        self._num_steps = 0
 
     def add_tokens(self, num_tokens: int, num_reqs: int, step_price: int) -> None:
         """Add the share of a step's tokens that pays for trying the model again; `num_reqs` requests got the tokens.
 
         What is added until the next step is of as many requests.
         """
-        num_reqs = max(num_reqs, 1)
-        self._credits[num_reqs.bit_length()] = self._credit(num_reqs)
-        self._num_reqs = num_reqs
+        if num_reqs == 0:
+            return
+        if self._num_steps % _SIZE_PERIOD == 0:
+            self._largest_before, self._largest = self._largest, 0
+        self._num_steps += 1
+        self._largest, self._num_reqs = max(self._largest, num_reqs), num_reqs
         self.add((num_tokens << (2 * _SHIFT - _INCOME_SHIFT)) // step_price)
 
     def charge(self, prices: Prices) -> None:
@@ -159,33 +165,38 @@ class CommonAccount:
 
     def add(self, profit: int) -> None:
         """Add the profit of the model's passes in a step, over all requests of it."""
+        if self._num_steps == 0:
+            return
         most = max(int(_MOST_COMMON_CREDIT * _ONE) // self._num_reqs, int(_COMMON_ALLOWANCE * _ONE))
         least = -int(_MOST_COMMON_DEBT * _ONE)
-        credit = self._credit(self._num_reqs) + profit // self._num_reqs
-        self._credits[self._num_reqs.bit_length()] = min(max(credit, least), most)
+        size = self._size(self._num_reqs)
+        self._credits[size] = min(max(self._credit(size) + profit // self._num_reqs, least), most)
 
     def allowance(self, num_reqs: int) -> int:
         """The credit of a new request; `ASLEEP` where it begins without the model.
 
-        It is no more than there is in common. Where the model pays in general, a request that it does not pay for keeps
-        it for longer.
+        It is about as much as there is in common, but not more than a few steps. Where the model pays in general, a
+        request that it does not pay for keeps it for longer.
 
         Args:
             num_reqs: the requests of its batch.
         """
-        credit = self._credit(max(num_reqs, 1))
+        credit = self._credit(self._size(num_reqs))
         if credit < int(_LEAST_ALLOWANCE * _ONE):
             return ASLEEP
         return min(credit, int(_ALLOWANCE * _ONE)) + (credit >> _COMMON_SHARE_SHIFT)
 
-    def _credit(self, num_reqs: int) -> int:
-        """The credit of batches of about this size."""
-        size, latest = num_reqs.bit_length(), self._num_reqs.bit_length()
+    def _size(self, num_reqs: int) -> int:
+        return max(num_reqs, self._largest, self._largest_before, 1).bit_length()
+
+    def _credit(self, size: int) -> int:
+        """The credit of batches of a size. A new one has little, or the debt of a smaller one: there it pays sooner."""
         if size in self._credits:
             return self._credits[size]
-        if latest in self._credits:
-            return min(self._credits[latest], int(_NEXT_ALLOWANCE * _ONE))
-        return int(_COMMON_ALLOWANCE * _ONE)
+        if not self._credits:
+            return int(_COMMON_ALLOWANCE * _ONE)
+        smaller = [self._credits[known] for known in sorted(self._credits) if known < size]
+        return min([int(_NEXT_ALLOWANCE * _ONE), *smaller[-1:]])
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What the parts of a step cost, measured while the engine runs, and their prices in tokens."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class _Fit(NamedTuple):
     request: float
     slot: float
     verification: float
+    is_slot_known: bool  # its drafts varied
 
 
 class _Steps:
@@ -122,15 +124,16 @@ class CostMeter:
 
     Among batches of about the same size, a step's time is linear in its requests, its drafts, and whether it has any.
     So where requests and slots become fewer together, one is not taken for the other. Nor is the time to verify at all
-    taken for that of many slots. Batches of 1, of 2 to 3, of 4 to 7 and so on are measured apart: a processor may take
-    longer for one request than for four, and a slot that is free in a small batch is not in a large one.
+    taken for that of many slots. Batches of 1, of 2 to 3, of 4 to 7 and so on are measured apart. A processor may take
+    longer for one request than for four. A slot that is free in a small batch is not in a large one.
     """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
         self._steps_by_size: dict[int, _Steps] = {}
-        self._first_passes: dict[int, list[tuple[float, int]]] = {}
-        self._passes: dict[int, tuple[float, float]] = {}  # time and requests, on average
+        # By size, and then by the number of passes: time and requests, of the first ones and on average.
+        self._first_passes: dict[int, dict[int, list[tuple[float, int]]]] = {}
+        self._passes: dict[int, dict[int, tuple[float, float]]] = {}
         self._recent_prompts: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
 
     def add_step(self, num_drafts: int, num_reqs: int, time: float) -> float:
@@ -141,21 +144,21 @@ class CostMeter:
             self._steps_by_size[size] = _Steps()
         steps = self._steps_by_size[size]
         if steps.add(num_drafts, num_reqs, time):
-            elsewhere = self._nearest_fit(size, but=size)
-            steps.fit = _fitted(steps.sums, elsewhere and elsewhere.slot)
+            steps.fit = _fitted(steps.sums, self._slot_elsewhere(size))
         return time
 
     def add_passes(self, num_passes: int, num_reqs: int, time: float) -> None:
         """Add some passes of the draft model for a batch, and the time that they took together."""
-        if num_passes in self._passes:
-            usual, usual_reqs = self._passes[num_passes]
-            time = min(time, _MOST_TIMES_MEDIAN * self.passes_time(num_passes, num_reqs))
-            self._passes[num_passes] = _mixed((usual, usual_reqs), (time, num_reqs), 1 / _NUM_RECENT)
+        size = _size_of(num_reqs)
+        passes = self._passes.get(size, {})
+        if num_passes in passes:
+            time = min(time, _MOST_TIMES_MEDIAN * passes[num_passes][0])
+            passes[num_passes] = _mixed(passes[num_passes], (time, num_reqs), 1 / _NUM_RECENT)
             return
-        first = self._first_passes.setdefault(num_passes, [])
+        first = self._first_passes.setdefault(size, {}).setdefault(num_passes, [])
         first.append((time, num_reqs))
         if len(first) == _NUM_FIRST:
-            self._passes[num_passes] = sorted(first)[_NUM_FIRST // 2]
+            self._passes.setdefault(size, {})[num_passes] = sorted(first)[_NUM_FIRST // 2]
 
     def add_prompt_passes(self, time: float) -> float:
         """Add the time of a step's passes over prompts; return it as it counts, 0 for the first ones."""
@@ -169,10 +172,14 @@ class CostMeter:
 
     def passes_time(self, num_passes: int, num_reqs: int) -> float:
         """The usual time of some passes for a batch; 0 where that is not known."""
-        if num_passes not in self._passes:
+        size = _size_of(num_reqs)
+        known = [at for at, passes in self._passes.items() if num_passes in passes]
+        if not known:
             return 0.0
-        # A pass's share of a step of the same batch changes less than either.
-        time, usual_reqs = self._passes[num_passes]
+        return self._scaled(*self._passes[min(known, key=lambda at: abs(at - size))][num_passes], num_reqs)
+
+    def _scaled(self, time: float, usual_reqs: float, num_reqs: int) -> float:
+        """The time of passes for another batch: a pass's share of a step of the same batch changes less than either."""
         if usual_reqs == num_reqs:
             return time
         return time * self._step_and_slot(num_reqs)[0] / self._step_and_slot(usual_reqs)[0]
@@ -186,9 +193,12 @@ class CostMeter:
         step, slot = self._step_and_slot(num_reqs)
         first = later = _PRIOR_PASS * step
         if self._passes:
-            most = max(self._passes)
-            all_passes = self.passes_time(most, num_reqs)
-            first = self.passes_time(1, num_reqs) or all_passes / most
+            # All from the same size.
+            size = min(self._passes, key=lambda at: abs(at - _size_of(num_reqs)))
+            times = {number: self._scaled(*usual, num_reqs) for number, usual in self._passes[size].items()}
+            most = max(times)
+            all_passes = times[most]
+            first = times.get(1, all_passes / most)
             later = max(all_passes - first, 0.0) / (most - 1) if most > 1 else first
         fit = self._nearest_fit(_size_of(num_reqs))
         return Costs(step, slot, first, later, fit.verification if fit else 0.0)
@@ -198,10 +208,17 @@ class CostMeter:
         fit = self._nearest_fit(_size_of(num_reqs))
         if fit is None:
             return 1.0, _PRIOR_SLOT / num_reqs
-        time, usual_reqs, of_request, slot, _ = fit
+        time, usual_reqs, of_request, slot, *_ = fit
         # A larger batch takes no less time, and no more for each request.
         least, most = sorted((1.0, num_reqs / usual_reqs))
         return min(max(time + of_request * (num_reqs - usual_reqs), time * least), time * most), slot
+
+    def _slot_elsewhere(self, size: int) -> tuple[float, float]:
+        """The least and the most time of a slot, by batches of another size: in a larger one it takes no less."""
+        fit = self._nearest_fit(size, but=size)
+        if fit is None or not fit.is_slot_known:
+            return 0.0, math.inf
+        return (0.0, fit.slot) if _size_of(fit.num_reqs) > size else (fit.slot, math.inf)
 
     def _nearest_fit(self, size: int, but: int | None = None) -> _Fit | None:
         """What batches of the nearest size tell that has more than a few steps, if any has; none of size `but`."""
@@ -218,16 +235,15 @@ def _size_of(num_reqs: float) -> int:
     return int(num_reqs).bit_length()
 
 
-def _fitted(sums: np.ndarray, prior_slot: float | None) -> _Fit:
+def _fitted(sums: np.ndarray, prior_bounds: tuple[float, float]) -> _Fit:
     """Fit a step's time by the sums of `_Steps`; no slot, and no verification, costs less than nothing.
 
     Args:
         sums: see `_Steps`.
-        prior_slot: the time of a slot before anything is known; None: the usual share of a step.
+        prior_bounds: of a slot's time before anything is known; within them it is the usual share of a step.
     """
     _, num_reqs, num_drafts, _, time = means = sums[0] / sums[0, 0]
-    if prior_slot is None:
-        prior_slot = _PRIOR_SLOT * time / num_reqs
+    prior_slot = min(max(_PRIOR_SLOT * time / num_reqs, prior_bounds[0]), prior_bounds[1])
     spread = sums - sums[0, 0] * means[:, None] * means
     products = spread[1:4, 4] + [0.0, _PRIOR_WEIGHT * prior_slot, 0.0]
     matrix = spread[1:4, 1:4] + np.diag([_LEAST_SPREAD_OF_REQS, _PRIOR_WEIGHT, _LEAST_SPREAD_OF_VERIFICATION])
@@ -242,7 +258,9 @@ def _fitted(sums: np.ndarray, prior_slot: float | None) -> _Fit:
     request, slot, verification = slopes.tolist()
     # Each request has as many drafts as usual.
     slot, verification = min(slot, time), min(verification, time)
-    return _Fit(float(time), float(num_reqs), request + slot * float(num_drafts / num_reqs), slot, float(verification))
+    of_request = request + slot * float(num_drafts / num_reqs)
+    is_slot_known = bool(spread[2, 2] >= _PRIOR_WEIGHT)
+    return _Fit(float(time), float(num_reqs), of_request, slot, float(verification), is_slot_known)
 
 
 def _bounded(recent: deque[tuple[float, int]], time: float, num_tokens: int, most: float) -> float:

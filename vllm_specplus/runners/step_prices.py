@@ -58,6 +58,11 @@ class StepPrices:
         """Whether the time of this step counts: it has no prompts."""
         return self._num_scheduled > 0
 
+    @property
+    def num_reqs(self) -> int:
+        """Requests of the step that runs."""
+        return self._num_reqs
+
     def begin_step(self, scheduler_output: Any) -> None:
         """Enter the time of the step before, and start the clock for the next one.
 

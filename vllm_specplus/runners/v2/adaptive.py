@@ -175,7 +175,8 @@ class AdaptiveFiller(SlotFiller):
             self._is_awake[index] = account.is_awake
             self._state.credits[index : index + 1].copy_(account.credits)
             return
-        num_reqs = len(self._req_states.req_id_to_index)
+        # As many as the step has: those that begin with it come one by one.
+        num_reqs = self._prices_of_steps.num_reqs
         credit = self._account.allowance(num_reqs) if self._requests.allows_drafts(index) else ASLEEP
         self._is_awake[index] = credit != ASLEEP
         self._state.credits[index].fill_(credit)
