@@ -119,6 +119,17 @@ def test_sizes_without_drafts_do_not_lend_each_other_a_slow_first_step() -> None
         assert costs.slot * num_reqs < 0.1 * costs.step
 
 
+def test_a_slot_is_lent_by_a_size_that_knows_it() -> None:
+    """Between them lies a size all of whose steps are alike."""
+    meter = CostMeter()
+    for num_drafts in (0, 8) * 50:
+        meter.add_step(num_drafts, 4, 47.0 + 3.0 * num_drafts)
+    for num_reqs in (8, 16):
+        for _ in range(8):
+            meter.add_step(0, num_reqs, 60.0)
+    assert meter.costs(16).slot == pytest.approx(3.0, rel=0.1)
+
+
 def test_passes_of_batches_of_another_size_are_measured_apart() -> None:
     meter = CostMeter()
     for num_reqs, step, time in ((1, 57.0, 6.0), (16, 150.0, 16.0)):

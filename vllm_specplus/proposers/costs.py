@@ -215,18 +215,19 @@ class CostMeter:
 
     def _slot_elsewhere(self, size: int) -> tuple[float, float]:
         """The least and the most time of a slot, by batches of another size: in a larger one it takes no less."""
-        fit = self._nearest_fit(size, but=size)
-        if fit is None or not fit.is_slot_known:
+        fits = {at: steps.fit for at, steps in self._steps_by_size.items() if at != size and steps.fit is not None}
+        known = [at for at, fit in fits.items() if fit.is_slot_known]
+        if not known:
             return 0.0, math.inf
-        return (0.0, fit.slot) if _size_of(fit.num_reqs) > size else (fit.slot, math.inf)
+        nearest = min(known, key=lambda at: abs(at - size))
+        return (0.0, fits[nearest].slot) if nearest > size else (fits[nearest].slot, math.inf)
 
-    def _nearest_fit(self, size: int, but: int | None = None) -> _Fit | None:
-        """What batches of the nearest size tell that has more than a few steps, if any has; none of size `but`."""
+    def _nearest_fit(self, size: int) -> _Fit | None:
+        """What batches of the nearest size tell that has more than a few steps, if any has."""
         own = self._steps_by_size.get(size)
-        if size != but and own is not None and own.number >= _NUM_FIRST:
+        if own is not None and own.number >= _NUM_FIRST:
             return own.fit
         sizes = [(steps.number < _NUM_FIRST, abs(known - size), known) for known, steps in self._steps_by_size.items()]
-        sizes = [found for found in sizes if found[-1] != but]
         return self._steps_by_size[min(sizes)[-1]].fit if sizes else None
 
 
