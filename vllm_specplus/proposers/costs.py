@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -172,19 +172,18 @@ class CostMeter:
 
     def passes_time(self, num_passes: int, num_reqs: int) -> float:
         """The usual time of some passes for a batch; 0 where that is not known."""
-        size = _size_of(num_reqs)
-        known = [at for at, passes in self._passes.items() if num_passes in passes]
+        known = {size: passes[num_passes] for size, passes in self._passes.items() if num_passes in passes}
         if not known:
             return 0.0
-        return self._scaled(*self._passes[min(known, key=lambda at: abs(at - size))][num_passes], num_reqs)
+        return self._scaled(*known[_nearest(known, _size_of(num_reqs))], num_reqs)
 
     def _scaled(self, time: float, usual_reqs: float, num_reqs: int) -> float:
         """The time of passes for another batch: a pass's share of a step of the same batch changes less than either."""
         if usual_reqs == num_reqs:
             return time
-        return time * self._step_and_slot(num_reqs)[0] / self._step_and_slot(usual_reqs)[0]
+        return time * self.step_time(num_reqs) / self.step_time(usual_reqs)
 
-    def step_time(self, num_reqs: int) -> float:
+    def step_time(self, num_reqs: float) -> float:
         """The `Costs.step` of a batch."""
         return self._step_and_slot(num_reqs)[0]
 
@@ -194,7 +193,7 @@ class CostMeter:
         first = later = _PRIOR_PASS * step
         if self._passes:
             # All from the same size.
-            size = min(self._passes, key=lambda at: abs(at - _size_of(num_reqs)))
+            size = _nearest(self._passes, _size_of(num_reqs))
             times = {number: self._scaled(*usual, num_reqs) for number, usual in self._passes[size].items()}
             most = max(times)
             all_passes = times[most]
@@ -216,11 +215,11 @@ class CostMeter:
     def _slot_elsewhere(self, size: int) -> tuple[float, float]:
         """The least and the most time of a slot, by batches of another size: in a larger one it takes no less."""
         fits = {at: steps.fit for at, steps in self._steps_by_size.items() if at != size and steps.fit is not None}
-        known = [at for at, fit in fits.items() if fit.is_slot_known]
-        if not known:
+        slots = {at: fit.slot for at, fit in fits.items() if fit.is_slot_known}
+        if not slots:
             return 0.0, math.inf
-        nearest = min(known, key=lambda at: abs(at - size))
-        return (0.0, fits[nearest].slot) if nearest > size else (fits[nearest].slot, math.inf)
+        nearest = _nearest(slots, size)
+        return (0.0, slots[nearest]) if nearest > size else (slots[nearest], math.inf)
 
     def _nearest_fit(self, size: int) -> _Fit | None:
         """What batches of the nearest size tell that has more than a few steps, if any has."""
@@ -234,6 +233,11 @@ class CostMeter:
 def _size_of(num_reqs: float) -> int:
     """Batches of the same number are of about the same size."""
     return int(num_reqs).bit_length()
+
+
+def _nearest(sizes: Iterable[int], size: int) -> int:
+    """Of several sizes the one nearest to another; of two the first."""
+    return min(sizes, key=lambda known: abs(known - size))
 
 
 def _fitted(sums: np.ndarray, prior_bounds: tuple[float, float]) -> _Fit:

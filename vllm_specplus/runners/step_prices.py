@@ -94,9 +94,11 @@ class StepPrices:
 
     def expect_passes(self, num_passes: int) -> None:
         """Count the usual time of some passes as that of this step's, which is not known yet."""
-        if not self._meter.passes_time(num_passes, self._num_reqs):
+        usual = self._meter.passes_time(num_passes, self._num_reqs)
+        if not usual:
             self._catch_up()
-        self._passes_time += self._meter.passes_time(num_passes, self._num_reqs)
+            usual = self._meter.passes_time(num_passes, self._num_reqs)
+        self._passes_time += usual
 
     def add_past_passes(self, num_passes: int, seconds: float, num_reqs: int, *, is_counted: bool) -> None:
         """Learn from the passes of an earlier step of `num_reqs` requests, and their time.
