@@ -42,9 +42,10 @@ _MOST = {
     "StepPrices._postponed": _NUM_TIMES,
     "CostMeter._recent": _NUM_TIMES,
     "CostMeter._recent_prompts": _NUM_TIMES,
-    "CostMeter._first_passes": 2,
-    "CostMeter._passes": 2,
     # One for each size of a batch.
+    "CommonAccount._credits": 8,
+    "CostMeter._first_passes": 8,
+    "CostMeter._passes": 8,
     "CostMeter._steps_by_size": 8,
     "_Steps": 8,
     "_Fit": 8,
