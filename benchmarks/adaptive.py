@@ -14,7 +14,8 @@ the times steadier.
 *Requests.* There are four kinds: to continue library files, to repeat a function with one name changed, and JSON lists.
 The fourth is the first with a prediction that the answer does not follow. At concurrency n, n requests of a kind run at
 once, and the next one begins where one ends. There are two for each place, and four at least: on a single text any way
-may be lucky. A run is timed as long as all places are taken.
+may be lucky. Behind the last one others keep the places taken, and do not count; docs/compare.md says how a run is
+timed.
 
 *Right.* At temperature 0 every text must equal the one without speculation, or the run exits with 1.
 

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_specplus.compare.counts import Counts
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import Prompt
-from vllm_specplus.compare.runs import PARTS, Best, EngineOptions, Profile, Run, Timed
+from vllm_specplus.compare.runs import PARTS, Best, EngineOptions, Profile, Run
 
 NAME = "tests.compare.stand_in:serve"
 TOKENS = [5, 6, 7, 8]
@@ -45,8 +45,8 @@ class StandIn:
             tokens[0], tokens[-1] = [5, 6, 9], [5, 666]
         counts = Counts(2, {"model": 4}, {"model": [1, 1]}) if self.speed > 1 else Counts()
         num_tokens = sum(map(len, tokens))
-        timed = Timed(num_tokens / (100 * self.speed) * (1 + self.num_runs / 100), num_tokens)
-        return Run(timed, tokens, 2 * len(order), counts)
+        seconds = num_tokens / (100 * self.speed) * (1 + self.num_runs / 100)
+        return Run(seconds, tokens, 2 * len(order), counts)
 
     def profile(self, temperature: float) -> Profile:
         texts = [[("a", "target"), ("<b>", "model")] for _ in self.prompts]

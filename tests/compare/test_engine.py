@@ -1,6 +1,5 @@
-"""How long a run is timed."""
+"""How a run is timed."""
 
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,11 @@ class Places(Session):
     def __init__(self, lengths: list[int]) -> None:
         self._prompts = [[length] for length in lengths]
         self._left: dict[str, int] = {}
+        self.aborted: list[str] = []
+        self._engine: Any = SimpleNamespace(abort_request=self.aborted.extend, reset_prefix_cache=int)
+        self._engine.collective_rpc = lambda method: None
+        self._max_tokens = 9
+        self.clock = 1.0
 
     def _add(self, token_ids: list[int], params: Any, copy: int = 0) -> str:
         name = str(len(self._left))
@@ -31,6 +35,7 @@ class Places(Session):
 
     def _step(self, timer: Any) -> list[Any]:
         self._left = {name: left - 1 for name, left in self._left.items()}
+        self.clock += 1
         return [
             SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[7])], finished=left == 0)
             for name, left in self._left.items()
@@ -39,18 +44,21 @@ class Places(Session):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "concurrency", "seconds", "num_tokens"),
+    ("lengths", "concurrency", "seconds", "num_again"),
     [
-        pytest.param([4, 1, 1], 2, 2, 4, id="the last answer alone"),
-        pytest.param([3, 3, 3, 3], 2, 6, 12, id="all at once"),
-        pytest.param([2, 5], 1, 7, 7, id="one place"),
+        pytest.param([4, 1, 1], 2, 3, 1, id="the places stay taken"),
+        pytest.param([3, 3, 3, 3], 2, 6, 0, id="all at once"),
+        pytest.param([2, 5], 1, 7, 0, id="one place"),
+        pytest.param([3, 5], 3, 4, 1, id="more places than prompts"),
     ],
 )
-def test_a_run_is_timed_while_all_places_are_taken(
-    lengths: list[int], concurrency: int, seconds: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+def test_places_are_taken_all_the_time_of_a_run(
+    lengths: list[int], concurrency: int, seconds: int, num_again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=count().__next__))
+    """A prompt that comes again is aborted with the last answer, and does not count."""
     session = Places(lengths)
-    requests, timed = session._drain(range(len(lengths)), concurrency, 0.0, 9)
-    assert timed == (seconds, num_tokens)
-    assert [len(request.token_ids) for request in requests] == lengths
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: session.clock))
+    run = session.run(range(len(lengths)), concurrency, 0.0)
+    assert (run.seconds, run.num_steps) == (seconds, sum(lengths))
+    assert [len(token_ids) for token_ids in run.token_ids] == lengths
+    assert len(session.aborted) == num_again

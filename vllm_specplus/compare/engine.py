@@ -2,9 +2,10 @@
 
 import time
 from argparse import ArgumentError, Namespace
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from vllm_specplus.compare.engine_times import SplitTimer
 from vllm_specplus.compare.past_answers import forget_past_answers
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import Prompt
-from vllm_specplus.compare.runs import Best, EngineOptions, Profile, Run, Timed, sources_of_tokens
+from vllm_specplus.compare.runs import Best, EngineOptions, Profile, Run, sources_of_tokens
 from vllm_specplus.requests.engine_client import has_drafter
 
 _MEMORY_OF_ALL = 0.9
@@ -61,8 +62,10 @@ def _parse(options: EngineOptions) -> EngineArgs:
 
 @dataclass
 class _Request:
-    """A running request: its tokens, and how many came in each step."""
+    """A request: its tokens, how many came in each step, and when it took its place and left it."""
 
+    began: float
+    ended: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     step_sizes: list[int] = field(default_factory=list)
 
@@ -119,9 +122,10 @@ class Session:
         """
         self._forget_past_runs()
         before = self._counts()
-        requests, timed = self._drain(order, concurrency, temperature, self._max_tokens)
+        requests = self._drain(order, concurrency, temperature, self._max_tokens)
+        seconds = sum(request.ended - request.began for request in requests) / min(concurrency, len(order))
         steps = sum(len(request.step_sizes) for request in requests)
-        return Run(timed, [request.token_ids for request in requests], steps, self._counts() - before)
+        return Run(seconds, [request.token_ids for request in requests], steps, self._counts() - before)
 
     def profile(self, temperature: float) -> Profile:
         """Answer the prompts one at a time; find out where the time goes, and who drafted each token."""
@@ -131,7 +135,7 @@ class Session:
         with timer.timers_installed(self._engine):
             for number in range(len(self._prompts)):
                 by_step: list[dict[str, int]] = []
-                (request,), _ = self._drain([number], 1, temperature, self._max_tokens, by_step, timer)
+                (request,) = self._drain([number], 1, temperature, self._max_tokens, by_step, timer)
                 sources = sources_of_tokens(request.step_sizes, by_step)
                 texts.append(list(zip(self._pieces(request.token_ids), sources, strict=True)))
         return Profile(texts, timer.seconds())
@@ -190,41 +194,40 @@ class Session:
         max_tokens: int,
         by_step: list[dict[str, int]] | None = None,
         timer: SplitTimer | None = None,
-    ) -> tuple[list[_Request], Timed]:
+    ) -> list[_Request]:
         """Answer prompts; add the accepted drafts by source of each step to `by_step`, if one of them has any.
 
-        Returns:
-            The requests, and the time in which all places were taken.
+        Behind the last one prompts come again until all answers are complete, so that the places are always taken. Then
+        what came again is aborted; it does not count.
         """
-        waiting, requests, timed = deque(order), [], Timed()
-        began = time.perf_counter()
+        numbers, requests, num_open = cycle(order), list[_Request](), len(order)
         copies: Counter[int] = Counter()
         running: dict[str, _Request] = {}
         before = self._counts() if by_step is not None else Counts()
-        while waiting or running:
-            while waiting and len(running) < concurrency:
-                number = waiting.popleft()
-                requests.append(_Request())
+        while num_open:
+            while len(running) < min(concurrency, len(order)):
+                number = next(numbers)
                 params = self._params(number, temperature, max_tokens)
-                running[self._add(self._prompts[number], params, copies[number])] = requests[-1]
+                request = _Request(time.perf_counter())
+                running[self._add(self._prompts[number], params, copies[number])] = request
+                requests.append(request)
                 copies[number] += 1
-            is_full, num_new = len(running) == concurrency, 0
             for output in self._step(timer):
                 request, new = running[output.request_id], output.outputs[0].token_ids
                 if new:
                     request.token_ids += new
                     request.step_sizes.append(len(new))
-                    num_new += len(new)
                 if output.finished:
+                    request.ended = time.perf_counter()
                     del running[output.request_id]
+            num_open = len(order) - sum(request.ended > 0.0 for request in requests[: len(order)])
             if by_step is not None:
                 now = self._counts()
                 if (now - before).num_accepted:
                     by_step.append({source: sum(row) for source, row in (now - before).accepted.items()})
                 before = now
-            if is_full:
-                timed = Timed(time.perf_counter() - began, timed.num_tokens + num_new)
-        return requests, timed
+        self._engine.abort_request([*running])
+        return requests[: len(order)]
 
     def _step(self, timer: SplitTimer | None) -> list[Any]:
         if timer is None:

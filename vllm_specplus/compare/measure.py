@@ -62,8 +62,7 @@ class Plan:
 def in_places(prompts: Sequence[_T], concurrency: int) -> list[_T]:
     """The prompts of a run: each one, and from the first on again until there are two for each of several places.
 
-    At a run's end nothing takes the place of an answer that is complete. An engine is timed up to there, which is soon
-    where each place has one request.
+    With one for each place, all prompts of a run would be read at once, as on no busy server.
     """
     least = 2 * concurrency if concurrency > 1 else 1
     return [prompts[i % len(prompts)] for i in range(max(len(prompts), least))]

@@ -39,23 +39,16 @@ class Best(NamedTuple):
     logit: float
 
 
-class Timed(NamedTuple):
-    """Some time, and the tokens that came in it."""
-
-    seconds: float = 0.0
-    num_tokens: int = 0
-
-
 @dataclass(frozen=True)
 class Run:
     """Some prompts answered once.
 
-    timed: the time in which all places were taken.
+    seconds: the answers' share of the engine's time: how long each one had its place, summed, over the places.
     token_ids: of each answer.
     num_steps: steps of requests; a step in which two requests got tokens counts twice.
     """
 
-    timed: Timed
+    seconds: float
     token_ids: list[list[int]]
     num_steps: int
     counts: Counts
@@ -67,8 +60,8 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens over time, as long as all places were taken."""
-        return self.timed.num_tokens / self.timed.seconds
+        """Tokens over time, as of an engine whose places are always taken."""
+        return self.num_tokens / self.seconds
 
 
 @dataclass(frozen=True)
