@@ -126,15 +126,15 @@ from vllm_specplus.proposers import _arbiter
 
 def compiled():
     calls = _arbiter.begin_step, _arbiter.offer, _arbiter.plan, _arbiter.offer_model, _arbiter.choose_and_settle
-    return [len(function.signatures) for function in calls]
+    return [len(function.signatures) for function in (*calls, _arbiter.set_list_prices)]
 
 drafter = make_drafter()
-assert compiled() == [1] * 5
+assert compiled() == [1] * 6
 for dtype in (np.int32, np.int64):
     drafter.plan(history(a=[1, 2]), np.array([4]), [None])
     drafter.draft(history(a=[1, 2]), np.array([4]), np.full((1, STEPS), 7, dtype))
 no_tokens, length = np.zeros((1, 4), np.int32), np.zeros(1, np.int32)
 drafter.arbiter.offer(0, no_tokens, length, length)
-assert compiled() == [1] * 5
+assert compiled() == [1] * 6
 """
     subprocess.run([sys.executable, "-c", code], cwd=_ROOT, check=True)

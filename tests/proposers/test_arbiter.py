@@ -86,6 +86,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
             )
         ),
         "price": draw(st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0, 3.0])),
+        "more": draw(st.lists(st.sampled_from([-0.7, 0.0, 0.1, 1.3]), max_size=num_slots)),
         "limit": draw(st.integers(0, num_slots)),
     }
 
@@ -135,7 +136,8 @@ def value(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> int:
     for one in chance(case, drafts):
         survival = survival * one // ONE
         total += survival - int(case["price"] * ONE)
-    return total
+    more = case["more"]
+    return total - int(more[min(len(drafts), len(more)) - 1] * ONE) if drafts and more else total
 
 
 def all_drafts(case: dict[str, Any]) -> list[list[tuple[int, int]]]:
@@ -158,7 +160,7 @@ def tokens_of(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[i
 @given(cases())
 def test_no_other_drafts_are_worth_more(case: dict[str, Any]) -> None:
     play = Play(case["chains"], case["num_slots"], case["num_steps"])
-    play.arbiter.set_prices(Prices(case["price"], 1.0))
+    play.arbiter.set_prices(Prices(case["price"], 1.0, more=tuple(case["more"])))
     play.chances = case["chances"]
     choice = play.step(case["offers"], case["model"], case["limit"])
     assert play.num_passes == (case["num_steps"] if case["limit"] else min(case["num_steps"], 1))

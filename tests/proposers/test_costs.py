@@ -165,7 +165,10 @@ def test_steps_alike_say_nothing_of_a_slot() -> None:
     meter = CostMeter()
     for _ in range(50):
         meter.add_step(7, 1, 2.0)
-    assert meter.costs(1) == Costs(pytest.approx(2.0), pytest.approx(0.04), pytest.approx(0.2), pytest.approx(0.2))
+    costs = meter.costs(1)
+    found = costs.step, costs.slot, costs.first_pass, costs.later_pass
+    assert found == pytest.approx((2.0, 0.04, 0.2, 0.2))
+    assert costs.more == pytest.approx((0.0,) * 8)
 
 
 def test_a_slot_never_costs_less_than_nothing() -> None:
@@ -280,3 +283,37 @@ def test_before_steps_are_measured_a_slot_of_all_requests_costs_what_is_usual() 
 def test_no_step_takes_less_than_no_time() -> None:
     times = line_through([(n, 1, n * n / 10) for n in (4, 8, 16) * 20])
     assert times.times([1], 1)[0] > 0
+
+
+def test_of_a_single_request_each_number_of_drafts_has_a_time() -> None:
+    """As on a processor that takes longer for two tokens than for three."""
+    times = {0: 57.0, 1: 66.0, 2: 49.0, 8: 58.0}
+    meter = CostMeter()
+    for num_drafts in [*times] * 100:
+        meter.add_step(num_drafts, 1, times[num_drafts])
+    costs = meter.costs(1)
+
+    def beyond_none(num_drafts: int) -> float:
+        return costs.verification + num_drafts * costs.slot + costs.more[num_drafts - 1]
+
+    for num_drafts in (1, 2, 8):
+        assert beyond_none(num_drafts) == pytest.approx(times[num_drafts] - times[0], abs=2.0)
+    assert len(costs.more) == 9
+    assert meter.costs(2).more == ()
+
+
+def test_numbers_of_drafts_that_were_not_seen_lie_on_the_line() -> None:
+    meter = CostMeter()
+    for num_drafts in (0, 2, 4, 8) * 100:
+        meter.add_step(num_drafts, 1, 50.0 + (10.0 if num_drafts else 0.0) + num_drafts)
+    costs = meter.costs(1)
+    assert costs.verification == pytest.approx(10.0, abs=1.0)
+    assert costs.more == pytest.approx([0.0] * 9, abs=0.7)
+
+
+def test_prices_have_each_number_of_drafts() -> None:
+    pace = Pace()
+    for _ in range(1000):
+        pace.add(2.0, 1.0)
+    prices = pace.prices(Costs(50.0, 1.0, verification=5.0, more=(10.0, -15.0)), 1)
+    assert prices.more == pytest.approx((0.4, -0.6), rel=0.01)

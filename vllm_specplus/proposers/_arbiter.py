@@ -112,6 +112,16 @@ class Beliefs(NamedTuple):
     record: Record
 
 
+class ListPrices(NamedTuple):
+    """What a request's drafts cost, in units of 1 / ONE tokens: [K + 1] int64 each, by their number.
+
+    totals: of all of them together; 0 of none. least: the least that further ones cost, each on average.
+    """
+
+    totals: np.ndarray
+    least: np.ndarray
+
+
 class Chosen(NamedTuple):
     """Where `choose` writes what it has chosen.
 
@@ -286,28 +296,42 @@ def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, agreeing: int,
 
 @compiled(allocates=False, forceinline=True)
 def _value_of_chain(
-    offers: Offers, beliefs: Beliefs, price: int, row: int, c: int, passes: int, survival: int, max_drafts: int
+    offers: Offers, beliefs: Beliefs, prices: ListPrices, row: int, c: int, passes: int, survival: int, max_drafts: int
 ) -> tuple[int, int]:
     """What a chain adds behind drafts that survive so, and how many of its tokens are worth their slots."""
-    size, value, agreeing = max(min(offers.lengths[row, c], max_drafts), 0), 0, ALL_CHAINS
+    start = offers.starts[c]
+    size, value, agreeing = max(min(offers.lengths[row, c], max_drafts - start), 0), 0, ALL_CHAINS
+    best, worth = 0, 0
     for n in range(size):
         agreeing = _agreeing(offers, row, c, n, agreeing)
         survival = survival * _chance_of_chains(offers, beliefs, row, agreeing, n, passes) >> SHIFT
-        if survival <= price:
-            return value, n
-        value += survival - price
-    return value, size
+        if survival <= prices.least[start + n]:
+            break
+        value += survival - (prices.totals[start + n + 1] - prices.totals[start + n])
+        if value > best:
+            best, worth = value, n + 1
+    return best, worth
 
 
 @compiled(allocates=False, forceinline=True)
 def _best_chain(
-    offers: Offers, beliefs: Beliefs, price: int, row: int, start: int, passes: int, survival: int, max_drafts: int
+    offers: Offers,
+    beliefs: Beliefs,
+    prices: ListPrices,
+    row: int,
+    start: int,
+    passes: int,
+    survival: int,
+    max_drafts: int,
 ) -> tuple[int, int, int]:
-    """The best chain behind `start` drafts of the model: what it adds, the chain or NO_CHAIN, and its tokens."""
+    """The best chain behind `start` drafts of the model: what it adds, the chain or NO_CHAIN, and its tokens.
+
+    max_drafts: with those of the model.
+    """
     best, chain, size = 0, NO_CHAIN, 0
     for c in range(len(offers.starts)):
         if offers.starts[c] == start:
-            value, worth = _value_of_chain(offers, beliefs, price, row, c, passes, survival, max_drafts)
+            value, worth = _value_of_chain(offers, beliefs, prices, row, c, passes, survival, max_drafts)
             if value > best:
                 best, chain, size = value, c, worth
     return best, chain, size
@@ -315,21 +339,19 @@ def _best_chain(
 
 @compiled(allocates=False, forceinline=True)
 def _best_drafts(
-    offers: Offers, beliefs: Beliefs, price: int, row: int, passes: int, max_drafts: int
+    offers: Offers, beliefs: Beliefs, prices: ListPrices, row: int, passes: int, max_drafts: int
 ) -> tuple[int, int, int]:
     """The best drafts by what some passes tell: how many of the model's, the chain or NO_CHAIN, and its tokens."""
-    best, chain, size = _best_chain(offers, beliefs, price, row, 0, passes, ONE, max_drafts)
+    best, chain, size = _best_chain(offers, beliefs, prices, row, 0, passes, ONE, max_drafts)
     num_model, survival, value = 0, ONE, 0
     for place in range(min(passes, max_drafts)):
         survival = survival * _chance_of_model(offers, beliefs, row, place, passes) >> SHIFT
-        if survival <= price:
+        if survival <= prices.least[place]:
             break
-        value += survival - price
+        value += survival - (prices.totals[place + 1] - prices.totals[place])
         more, behind, tokens = 0, NO_CHAIN, 0
         if not offers.is_blind:
-            more, behind, tokens = _best_chain(
-                offers, beliefs, price, row, place + 1, passes, survival, max_drafts - place - 1
-            )
+            more, behind, tokens = _best_chain(offers, beliefs, prices, row, place + 1, passes, survival, max_drafts)
         if value + more > best:
             best, chain, size, num_model = value + more, behind, tokens, place + 1
     return num_model, chain, size
@@ -337,24 +359,24 @@ def _best_drafts(
 
 @compiled(allocates=False, forceinline=True)
 def _value_of_drafts(
-    offers: Offers, beliefs: Beliefs, price: int, row: int, passes: int, num_model: int, chain: int, size: int
+    offers: Offers, beliefs: Beliefs, prices: ListPrices, row: int, passes: int, num_model: int, chain: int, size: int
 ) -> int:
     """The value of some drafts, worth their slots or not, by all that is known after some passes."""
-    survival, value = ONE, 0
+    survival, value = ONE, -prices.totals[num_model + size]
     for place in range(num_model):
         survival = survival * _chance_of_model(offers, beliefs, row, place, passes) >> SHIFT
-        value += survival - price
+        value += survival
     agreeing = ALL_CHAINS
     for n in range(size):
         agreeing = _agreeing(offers, row, chain, n, agreeing)
         survival = survival * _chance_of_chains(offers, beliefs, row, agreeing, n, passes) >> SHIFT
-        value += survival - price
+        value += survival
     return value
 
 
 @compiled(allocates=False)
 def _choose_with_model(
-    offers: Offers, beliefs: Beliefs, price: int, row: int, max_drafts: int, values: np.ndarray
+    offers: Offers, beliefs: Beliefs, prices: ListPrices, row: int, max_drafts: int, values: np.ndarray
 ) -> tuple[int, int, int]:
     """The best drafts of a request to which the model has offered its own, as `_best_drafts` tells them.
 
@@ -363,14 +385,16 @@ def _choose_with_model(
     passes = offers.passes[row]
     num_model, chain, size = 0, NO_CHAIN, 0
     for k in range(passes + 1):
-        num_model, chain, size = _best_drafts(offers, beliefs, price, row, k, max_drafts)
+        num_model, chain, size = _best_drafts(offers, beliefs, prices, row, k, max_drafts)
         num_known = k if offers.is_blind else passes
-        values[k] = _value_of_drafts(offers, beliefs, price, row, num_known, num_model, chain, size)
+        values[k] = _value_of_drafts(offers, beliefs, prices, row, num_known, num_model, chain, size)
     return num_model, chain, size
 
 
 @compiled(allocates=False)
-def choose(rows: np.ndarray, limits: np.ndarray, offers: Offers, beliefs: Beliefs, price: int, chosen: Chosen) -> None:
+def choose(
+    rows: np.ndarray, limits: np.ndarray, offers: Offers, beliefs: Beliefs, prices: ListPrices, chosen: Chosen
+) -> None:
     """Choose the drafts of each request, at most `limits` ([B] int64) and K; see `Arbiter.choose`.
 
     The value of k passes is that of the drafts which would be chosen after them, by what all passes tell. So a pass is
@@ -381,15 +405,15 @@ def choose(rows: np.ndarray, limits: np.ndarray, offers: Offers, beliefs: Belief
         passes = offers.passes[row]
         num_model, chain, size = 0, NO_CHAIN, 0
         if passes == 0:  # then there is nothing to compare, and the code is far shorter
-            chosen.values[i, 0], chain, size = _best_chain(offers, beliefs, price, row, 0, 0, ONE, max_drafts)
+            chosen.values[i, 0], chain, size = _best_chain(offers, beliefs, prices, row, 0, 0, ONE, max_drafts)
         else:
-            num_model, chain, size = _choose_with_model(offers, beliefs, price, row, max_drafts, chosen.values[i])
+            num_model, chain, size = _choose_with_model(offers, beliefs, prices, row, max_drafts, chosen.values[i])
         if offers.is_blind and num_model > 0:
             # Only what stands behind all of the model's drafts may depend on them.
             survival = ONE
             for place in range(num_model):
                 survival = survival * _chance_of_model(offers, beliefs, row, place, passes) >> SHIFT
-            _, chain, size = _best_chain(offers, beliefs, price, row, num_model, 0, survival, max_drafts - num_model)
+            _, chain, size = _best_chain(offers, beliefs, prices, row, num_model, 0, survival, max_drafts)
         num_drafts = num_model + size
         chosen.num_drafts[i], chosen.num_model[i] = num_drafts, num_model
         chosen.source[i] = offers.sources[chain] if chain != NO_CHAIN else UNFILLED
@@ -703,17 +727,18 @@ def to_addresses(
     gains: Gains,
     foregone: Foregone,
     prices: np.ndarray,
+    list_prices: ListPrices,
 ) -> np.ndarray:
     """The state of an arbiter as the functions below take it: [n] int64, where its arrays lie, and their sizes.
 
     Args:
         offer_positions: [R] int64, where in its text each request's offers begin.
         credits: [R] int64.
-        offers, table, record, gains, foregone: as their classes say. All arrays are C-contiguous, and live as long as
-            the result.
+        offers, table, record, gains, foregone, list_prices: as their classes say. All arrays are C-contiguous, and
+            live as long as the result.
         prices: [S] int64, of each pass.
     """
-    arrays = offer_positions, credits, *offers[:-1], *table, *record, *gains, *foregone, prices
+    arrays = offer_positions, credits, *offers[:-1], *table, *record, *gains, *foregone, prices, *list_prices
     (num_rows, num_passes), (num_chains, num_slots) = offers.model.shape, offers.chains.shape[1:]
     sizes = num_rows, num_passes, num_chains, num_slots, offers.is_blind
     return np.array([*(array.ctypes.data for array in arrays), *sizes], np.int64)
@@ -725,7 +750,8 @@ _RECORD = _TABLE + len(Table._fields)
 _GAINS = _RECORD + len(Record._fields)
 _FOREGONE = _GAINS + len(Gains._fields)
 _PRICES = _FOREGONE + len(Foregone._fields)
-_SIZES = _PRICES + 1
+_LIST_PRICES = _PRICES + 1
+_SIZES = _LIST_PRICES + len(ListPrices._fields)
 
 
 @compiled(forceinline=True)
@@ -791,6 +817,35 @@ def _foregone_in(state: np.ndarray) -> Foregone:
 @compiled(forceinline=True)
 def _prices_in(state: np.ndarray) -> np.ndarray:
     return nb.carray(to_pointer(state[_PRICES]), state[_SIZES + 1], np.int64)
+
+
+@compiled(forceinline=True)
+def _list_prices_in(state: np.ndarray) -> ListPrices:
+    num_prices = state[_SIZES + 3] + 1
+    return ListPrices(
+        nb.carray(to_pointer(state[_LIST_PRICES]), num_prices, np.int64),
+        nb.carray(to_pointer(state[_LIST_PRICES + 1]), num_prices, np.int64),
+    )
+
+
+@compiled()
+def set_list_prices(state: np.ndarray, slot_price: int, more: np.ndarray) -> None:
+    """Set what drafts cost: each one its slot, and some numbers of them more or less than that.
+
+    more: [any] int64, of one draft, of two, and so on; the last is that of larger numbers too.
+    """
+    prices = _list_prices_in(state)
+    num_slots = len(prices.totals) - 1
+    for number in range(num_slots + 1):
+        prices.totals[number] = number * slot_price
+        if number > 0 and len(more) > 0:
+            prices.totals[number] += more[min(number, len(more)) - 1]
+    for number in range(num_slots):
+        least = prices.totals[number + 1] - prices.totals[number]
+        for larger in range(number + 2, num_slots + 1):
+            least = min(least, (prices.totals[larger] - prices.totals[number]) // (larger - number))
+        prices.least[number] = least
+    prices.least[num_slots] = 0
 
 
 @compiled()
@@ -870,7 +925,7 @@ def choose_and_settle(
     values = np.empty((len(rows), offers.model.shape[1] + 1), np.int64)
     num_drafts, num_model, source, token_ids = table[:, 0], table[:, 1], table[:, 2], table[:, 3:]
     chosen = Chosen(token_ids, num_drafts, num_model, source, values, np.empty(token_ids.shape, np.int64))
-    choose(rows, limits, offers, Beliefs(_table_in(state).chances, _record_in(state)), slot_price, chosen)
+    choose(rows, limits, offers, Beliefs(_table_in(state).chances, _record_in(state)), _list_prices_in(state), chosen)
     fate, value = NO_DRAFTS, 0
     for i in range(len(rows)):
         positions[rows[i]] = num_tokens[i]

@@ -7,7 +7,8 @@ chances of drafts are learned without trying anything out.
 
 A chain earns the tokens that it is expected to bring, less the price of its slots. The price of a slot is what the time
 that it takes would bring otherwise: tokens per second times seconds a slot. The best chain wins, cut where the next
-draft is less likely to be accepted than its slot costs. No drafts may win.
+draft is less likely to be accepted than its slot costs. No drafts may win. Where a request is alone, each number of
+drafts has a price of its own.
 
 The chance of a draft is looked up by what is known of it before it is verified:
 
@@ -92,7 +93,8 @@ class Prices:
     slot: of one draft. first_pass, later_pass: of the draft model's passes, for the whole batch. step: a request's
     share of a step of the target. prompt_passes: what the model's passes over prompts have cost all requests since the
     last prices, in the time of their steps. verification: of verifying any drafts of the batch at all, beside their
-    slots; None: a step without drafts is none the faster for that.
+    slots; None: a step without drafts is none the faster for that. more: what one draft, two drafts and so on of a
+    request cost beside their slots, which may be less than nothing; the last is that of larger numbers too.
     """
 
     slot: float
@@ -101,6 +103,7 @@ class Prices:
     later_pass: float = 0.0
     prompt_passes: float = 0.0
     verification: float | None = None
+    more: tuple[float, ...] = ()
 
     def without_passes(self) -> Self:
         """The prices where all passes are made anyway, so that they cost nothing."""
@@ -110,24 +113,26 @@ class Prices:
 class ScaledPrices(NamedTuple):
     """Prices in units of 1 / `ONE` tokens.
 
-    slot, step, verification: as in `Prices`; step > 0. passes: [S] int64, of each pass.
+    slot, step, verification: as in `Prices`; step > 0. passes: [S] int64, of each pass. more: int64.
     """
 
     slot: int
     step: int
     passes: np.ndarray
     verification: int | None
+    more: np.ndarray
 
     @classmethod
     def of(cls, prices: Prices, num_model_steps: int) -> Self:
         """Scale prices, of which none counts as more than 2^20 tokens."""
 
         def scaled(price: float) -> int:
-            return int(min(price, 2.0**20) * _ONE)
+            return int(min(max(price, -(2.0**20)), 2.0**20) * _ONE)
 
         passes = [scaled(prices.first_pass), *[scaled(prices.later_pass)] * num_model_steps][:num_model_steps]
         verification = None if prices.verification is None else scaled(prices.verification)
-        return cls(scaled(prices.slot), max(scaled(prices.step), 1), np.array(passes, np.int64), verification)
+        more = np.array([scaled(price) for price in prices.more], np.int64)
+        return cls(scaled(prices.slot), max(scaled(prices.step), 1), np.array(passes, np.int64), verification, more)
 
 
 class CommonAccount:
@@ -300,6 +305,7 @@ class Arbiter:
         )
         self._credits = np.zeros(max_num_reqs, np.int64)
         self._pass_prices = np.zeros(num_model_steps, np.int64)
+        self._list_prices = _arbiter.ListPrices(*np.zeros((2, num_speculative_tokens + 1), np.int64))
         self._state = _arbiter.to_addresses(
             self._offer_positions,
             self._credits,
@@ -309,6 +315,7 @@ class Arbiter:
             self._gains,
             self._foregone,
             self._pass_prices,
+            self._list_prices,
         )
         self._account = CommonAccount()
         self._prices: Prices | None = None
@@ -339,6 +346,7 @@ class Arbiter:
         self._account.charge(prices)
         self._scaled = ScaledPrices.of(prices, self.num_model_steps)
         self._pass_prices[:] = self._scaled.passes
+        self._compiled.set_list_prices(self._state, self._scaled.slot, self._scaled.more)
 
     def begin_step(self, history: History, without_drafts: Iterable[str] = ()) -> None:
         """Judge the last step's offers by the tokens that have come since, and make room for this step's.

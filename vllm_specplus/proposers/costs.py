@@ -27,6 +27,7 @@ _PRIOR_PASS = 0.1
 _PRIOR_WEIGHT = 64.0  # as that of steps whose drafts vary by so much, squared and summed
 # Of their numbers, squared and summed: a batch that has just changed, or steps that all have drafts, tell nothing yet.
 _LEAST_SPREAD_OF_REQS = _LEAST_SPREAD_OF_VERIFICATION = 1.0
+_LINE_STEPS = 4  # that the line counts for, beside those of a single request with so many drafts
 _FIT_PERIOD = 8  # steps before the first fit, and between two
 
 
@@ -35,7 +36,8 @@ class Costs:
     """The time of a step's parts, in any unit.
 
     step: of the target. slot: of one token more in it. first_pass, later_pass: of the draft model's passes.
-    verification: of verifying any drafts at all, beside their slots.
+    verification: of verifying any drafts at all, beside their slots. more: of one draft, of two and so on, beside all
+    that; it may be less than nothing, and the last is that of larger numbers too.
     """
 
     step: float
@@ -43,6 +45,7 @@ class Costs:
     first_pass: float = 0.0
     later_pass: float = 0.0
     verification: float = 0.0
+    more: tuple[float, ...] = ()
 
 
 class Pace:
@@ -83,6 +86,7 @@ class Pace:
             per_time * costs.first_pass,
             per_time * costs.later_pass,
             verification=per_time * costs.verification,
+            more=tuple(per_time * more for more in costs.more),
         )
 
 
@@ -91,7 +95,7 @@ def _mixed(old: tuple[float, float], new: tuple[float, float], share: float) -> 
 
 
 class _Fit(NamedTuple):
-    """The usual step: its time, requests and drafts, and what one more of each adds; and what any drafts at all add."""
+    """The usual step: its time and requests, what one more of them adds, and a slot, and any drafts at all."""
 
     time: float
     num_reqs: float
@@ -99,6 +103,7 @@ class _Fit(NamedTuple):
     slot: float
     verification: float
     is_slot_known: bool  # its drafts varied
+    more: tuple[float, ...] = ()  # of `Costs`
 
 
 class _Steps:
@@ -109,12 +114,18 @@ class _Steps:
         self.fit: _Fit | None = None
         # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
         self.sums = np.zeros((5, 5))
+        # Of a single request's steps, by their drafts: how many count, and their time on average.
+        self.times: dict[int, tuple[int, float]] = {}
 
     def add(self, num_drafts: int, num_reqs: int, time: float) -> bool:
         """Add a step; whether it is time for another fit."""
         step = np.array([1.0, num_reqs, num_drafts, num_drafts > 0, time])
         self.sums *= 1 - 1 / _COST_MEMORY
         self.sums += step[:, None] * step
+        if num_reqs == 1:
+            number, usual = self.times.get(num_drafts, (0, 0.0))
+            number = min(number + 1, _NUM_RECENT)
+            self.times[num_drafts] = number, usual + (time - usual) / number
         self.number += 1
         return self.number < _FIT_PERIOD or self.number % _FIT_PERIOD == 0
 
@@ -125,7 +136,8 @@ class CostMeter:
     Among batches of about the same size, a step's time is linear in its requests, its drafts, and whether it has any.
     So where requests and slots become fewer together, one is not taken for the other. Nor is the time to verify at all
     taken for that of many slots. Batches of 1, of 2 to 3, of 4 to 7 and so on are measured apart. A processor may take
-    longer for one request than for four. A slot that is free in a small batch is not in a large one.
+    longer for one request than for four. A slot that is free in a small batch is not in a large one. For a single
+    request the times with each number of drafts count too, as far as they are known.
     """
 
     def __init__(self) -> None:
@@ -144,7 +156,8 @@ class CostMeter:
             self._steps_by_size[size] = _Steps()
         steps = self._steps_by_size[size]
         if steps.add(num_drafts, num_reqs, time):
-            steps.fit = _fitted(steps.sums, self._slot_elsewhere(size))
+            fit = _fitted(steps.sums, self._slot_elsewhere(size))
+            steps.fit = _corrected(fit, steps.sums, steps.times) if steps.times else fit
         return time
 
     def add_passes(self, num_passes: int, num_reqs: int, time: float) -> None:
@@ -200,7 +213,9 @@ class CostMeter:
             first = times.get(1, all_passes / most)
             later = max(all_passes - first, 0.0) / (most - 1) if most > 1 else first
         fit = self._nearest_fit(_size_of(num_reqs))
-        return Costs(step, slot, first, later, fit.verification if fit else 0.0)
+        if fit is None:
+            return Costs(step, slot, first, later)
+        return Costs(step, slot, first, later, fit.verification, fit.more if num_reqs == 1 else ())
 
     def _step_and_slot(self, num_reqs: float) -> tuple[float, float]:
         """The time of a step of some requests that have as many drafts as usual, and of one more slot in it."""
@@ -266,6 +281,24 @@ def _fitted(sums: np.ndarray, prior_bounds: tuple[float, float]) -> _Fit:
     of_request = request + slot * float(num_drafts / num_reqs)
     is_slot_known = bool(spread[2, 2] >= _PRIOR_WEIGHT)
     return _Fit(float(time), float(num_reqs), of_request, slot, float(verification), is_slot_known)
+
+
+def _corrected(fit: _Fit, sums: np.ndarray, times: dict[int, tuple[int, float]]) -> _Fit:
+    """Correct a fit by the times of a single request's steps, by their drafts, as far as they are known.
+
+    They may lie on no line: a processor may take longer for two tokens than for three.
+    """
+    _, _, usual_drafts, usual_any, _ = sums[0] / sums[0, 0]
+
+    def beside_line(num_drafts: int) -> float:
+        number, time = times.get(num_drafts, (0, 0.0))
+        line = fit.time + fit.slot * (num_drafts - usual_drafts) + fit.verification * ((num_drafts > 0) - usual_any)
+        return float((time - line) * number / (number + _LINE_STEPS))
+
+    # Of any drafts at all, over none.
+    verification = fit.verification - beside_line(0)
+    more = [beside_line(num_drafts) for num_drafts in range(1, max(times) + 2)]
+    return fit._replace(verification=max(verification, 0.0), more=tuple(each + min(verification, 0.0) for each in more))
 
 
 def _bounded(recent: deque[tuple[float, int]], time: float, num_tokens: int, most: float) -> float:

@@ -97,7 +97,9 @@ class Pair:
         unused = np.zeros(0, np.int64)
         groups = (spec.Table(*[unused] * 6), spec.Record(*[unused] * 3), spec.Gains(*[unused] * 5))
         groups += (spec.Foregone(unused, unused),)
-        self.state = spec.to_addresses(unused, self.credits, self.offers, *groups, unused)
+        self.state = spec.to_addresses(
+            unused, self.credits, self.offers, *groups, unused, spec.ListPrices(unused, unused)
+        )
         self.token_ids = torch.zeros(self.num_rows, 1, dtype=torch.int32)
         self.num_tokens = torch.ones(self.num_rows, dtype=torch.int32)
 
