@@ -23,6 +23,7 @@ class Places(Session):
         self.clock = 1.0
 
     def _add(self, token_ids: list[int], params: Any, copy: int = 0) -> str:
+        self.clock += 0.25
         name = str(len(self._left))
         self._left[name] = token_ids[0]
         return name
@@ -46,16 +47,16 @@ class Places(Session):
 @pytest.mark.parametrize(
     ("lengths", "concurrency", "seconds", "num_again"),
     [
-        pytest.param([4, 1, 1], 2, 3, 1, id="the places stay taken"),
-        pytest.param([3, 3, 3, 3], 2, 6, 0, id="all at once"),
-        pytest.param([2, 5], 1, 7, 0, id="one place"),
-        pytest.param([3, 5], 3, 4, 1, id="more places than prompts"),
+        pytest.param([4, 1, 1], 2, 3.875, 1, id="the places stay taken"),
+        pytest.param([3, 3, 3, 3], 2, 7.0, 0, id="all at once"),
+        pytest.param([2, 5], 1, 7.5, 0, id="one place"),
+        pytest.param([3, 5], 3, 4.625, 1, id="more places than prompts"),
     ],
 )
 def test_places_are_taken_all_the_time_of_a_run(
-    lengths: list[int], concurrency: int, seconds: int, num_again: int, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], concurrency: int, seconds: float, num_again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that comes again is aborted with the last answer, and does not count."""
+    """A prompt that comes again does not count, and is aborted in the end. To add a request takes time too."""
     session = Places(lengths)
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: session.clock))
     run = session.run(range(len(lengths)), concurrency, 0.0)

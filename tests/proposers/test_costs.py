@@ -168,7 +168,7 @@ def test_steps_alike_say_nothing_of_a_slot() -> None:
     costs = meter.costs(1)
     found = costs.step, costs.slot, costs.first_pass, costs.later_pass
     assert found == pytest.approx((2.0, 0.04, 0.2, 0.2))
-    assert costs.more == pytest.approx((0.0,) * 8)
+    assert costs.more == pytest.approx((0.0,) * 7)
 
 
 def test_a_slot_never_costs_less_than_nothing() -> None:
@@ -285,30 +285,63 @@ def test_no_step_takes_less_than_no_time() -> None:
     assert times.times([1], 1)[0] > 0
 
 
+def beyond_none(meter: CostMeter, num_drafts: int) -> float:
+    costs = meter.costs(1)
+    more = costs.more[min(num_drafts, len(costs.more)) - 1] if costs.more else 0.0
+    return costs.verification + num_drafts * costs.slot + more
+
+
 def test_of_a_single_request_each_number_of_drafts_has_a_time() -> None:
     """As on a processor that takes longer for two tokens than for three."""
     times = {0: 57.0, 1: 66.0, 2: 49.0, 8: 58.0}
+    rng = np.random.default_rng(0)
     meter = CostMeter()
-    for num_drafts in [*times] * 100:
-        meter.add_step(num_drafts, 1, times[num_drafts])
-    costs = meter.costs(1)
-
-    def beyond_none(num_drafts: int) -> float:
-        return costs.verification + num_drafts * costs.slot + costs.more[num_drafts - 1]
-
+    for _ in range(400):
+        num_drafts = int(rng.choice([*times]))
+        meter.add_step(num_drafts, 1, times[num_drafts] + rng.normal(0, 1.0))
     for num_drafts in (1, 2, 8):
-        assert beyond_none(num_drafts) == pytest.approx(times[num_drafts] - times[0], abs=2.0)
-    assert len(costs.more) == 9
+        assert beyond_none(meter, num_drafts) == pytest.approx(times[num_drafts] - times[0], abs=3.0)
+    assert beyond_none(meter, 2) < beyond_none(meter, 5) < beyond_none(meter, 8)
+    assert beyond_none(meter, 20) - beyond_none(meter, 8) == pytest.approx(12 * meter.costs(1).slot)
     assert meter.costs(2).more == ()
 
 
-def test_numbers_of_drafts_that_were_not_seen_lie_on_the_line() -> None:
+def test_on_a_line_no_number_of_drafts_has_a_time_of_its_own() -> None:
     meter = CostMeter()
     for num_drafts in (0, 2, 4, 8) * 100:
         meter.add_step(num_drafts, 1, 50.0 + (10.0 if num_drafts else 0.0) + num_drafts)
     costs = meter.costs(1)
     assert costs.verification == pytest.approx(10.0, abs=1.0)
-    assert costs.more == pytest.approx([0.0] * 9, abs=0.7)
+    assert costs.more == pytest.approx([0.0] * 8, abs=0.7)
+
+
+def test_a_number_of_drafts_that_once_took_long_is_forgotten() -> None:
+    """Otherwise it would never be tried again."""
+    meter = CostMeter()
+    for i in range(200):
+        meter.add_step(i % 3, 1, 150.0 if i % 3 == 1 else 50.0)
+    assert beyond_none(meter, 1) > 50.0
+    for i in range(400):
+        meter.add_step(2 * (i % 2), 1, 50.0)
+    assert beyond_none(meter, 1) < 10.0
+
+
+def test_a_number_of_drafts_is_no_dearer_than_the_line_after_a_slow_time() -> None:
+    """The whole machine was slow, and then does without drafts for a while."""
+    meter = CostMeter()
+    for i in range(600):
+        meter.add_step(1 + i % 2, 1, 130.0)
+    for _ in range(600):
+        meter.add_step(0, 1, 50.0)
+    assert meter.costs(1).more == pytest.approx((0.0, 0.0), abs=1.0)
+
+
+def test_a_pause_does_not_make_a_number_of_drafts_dear() -> None:
+    meter = CostMeter()
+    for _ in range(100):
+        meter.add_step(0, 1, 50.0)
+    meter.add_step(8, 1, 5000.0)
+    assert beyond_none(meter, 8) < 25.0
 
 
 def test_prices_have_each_number_of_drafts() -> None:

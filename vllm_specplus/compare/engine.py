@@ -197,35 +197,36 @@ class Session:
     ) -> list[_Request]:
         """Answer prompts; add the accepted drafts by source of each step to `by_step`, if one of them has any.
 
-        Behind the last one prompts come again until all answers are complete, so that the places are always taken. Then
-        what came again is aborted; it does not count.
+        Behind the last one prompts come again until all answers are complete, so that the places are always taken. What
+        came again is not returned, and aborted in the end.
         """
         numbers, requests, num_open = cycle(order), list[_Request](), len(order)
         copies: Counter[int] = Counter()
         running: dict[str, _Request] = {}
         before = self._counts() if by_step is not None else Counts()
+        now = time.perf_counter()
         while num_open:
             while len(running) < min(concurrency, len(order)):
                 number = next(numbers)
                 params = self._params(number, temperature, max_tokens)
-                request = _Request(time.perf_counter())
-                running[self._add(self._prompts[number], params, copies[number])] = request
-                requests.append(request)
+                requests.append(_Request(now))
+                running[self._add(self._prompts[number], params, copies[number])] = requests[-1]
                 copies[number] += 1
-            for output in self._step(timer):
+            outputs, now = self._step(timer), time.perf_counter()
+            for output in outputs:
                 request, new = running[output.request_id], output.outputs[0].token_ids
                 if new:
                     request.token_ids += new
                     request.step_sizes.append(len(new))
                 if output.finished:
-                    request.ended = time.perf_counter()
+                    request.ended = now
                     del running[output.request_id]
             num_open = len(order) - sum(request.ended > 0.0 for request in requests[: len(order)])
             if by_step is not None:
-                now = self._counts()
-                if (now - before).num_accepted:
-                    by_step.append({source: sum(row) for source, row in (now - before).accepted.items()})
-                before = now
+                after = self._counts()
+                if (after - before).num_accepted:
+                    by_step.append({source: sum(row) for source, row in (after - before).accepted.items()})
+                before = after
         self._engine.abort_request([*running])
         return requests[: len(order)]
 

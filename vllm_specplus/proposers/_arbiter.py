@@ -113,9 +113,10 @@ class Beliefs(NamedTuple):
 
 
 class ListPrices(NamedTuple):
-    """What a request's drafts cost, in units of 1 / ONE tokens: [K + 1] int64 each, by their number.
+    """What a request's drafts cost, in units of 1 / ONE tokens, by their number.
 
-    totals: of all of them together; 0 of none. least: the least that further ones cost, each on average.
+    totals: [K + 1] int64, of all of them together; 0 of none. least: [K] int64, of a draft more, the smallest average
+    over all larger numbers.
     """
 
     totals: np.ndarray
@@ -678,7 +679,7 @@ def settle(
         step_price: what a request gets in a step's time.
         most_credit: the largest credit of a request.
         foregone: of `judge` in this step.
-        slot_price: of a draft.
+        slot_price: of a draft that was not made, whatever the number of the others.
 
     Returns:
         The profit of all requests together, in the time of a step.
@@ -821,10 +822,10 @@ def _prices_in(state: np.ndarray) -> np.ndarray:
 
 @compiled(forceinline=True)
 def _list_prices_in(state: np.ndarray) -> ListPrices:
-    num_prices = state[_SIZES + 3] + 1
+    num_slots = state[_SIZES + 3]
     return ListPrices(
-        nb.carray(to_pointer(state[_LIST_PRICES]), num_prices, np.int64),
-        nb.carray(to_pointer(state[_LIST_PRICES + 1]), num_prices, np.int64),
+        nb.carray(to_pointer(state[_LIST_PRICES]), num_slots + 1, np.int64),
+        nb.carray(to_pointer(state[_LIST_PRICES + 1]), num_slots, np.int64),
     )
 
 
@@ -845,7 +846,6 @@ def set_list_prices(state: np.ndarray, slot_price: int, more: np.ndarray) -> Non
         for larger in range(number + 2, num_slots + 1):
             least = min(least, (prices.totals[larger] - prices.totals[number]) // (larger - number))
         prices.least[number] = least
-    prices.least[num_slots] = 0
 
 
 @compiled()

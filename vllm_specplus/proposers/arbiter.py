@@ -6,9 +6,8 @@ model's drafts. After a step its tokens are known, and every offer is judged by 
 chances of drafts are learned without trying anything out.
 
 A chain earns the tokens that it is expected to bring, less the price of its slots. The price of a slot is what the time
-that it takes would bring otherwise: tokens per second times seconds a slot. The best chain wins, cut where the next
-draft is less likely to be accepted than its slot costs. No drafts may win. Where a request is alone, each number of
-drafts has a price of its own.
+that it takes would bring otherwise: tokens per second times seconds a slot. The best chain wins, cut where what follows
+is not worth its slots. No drafts may win. Where a request is alone, each number of drafts has a price of its own.
 
 The chance of a draft is looked up by what is known of it before it is verified:
 
@@ -94,7 +93,7 @@ class Prices:
     share of a step of the target. prompt_passes: what the model's passes over prompts have cost all requests since the
     last prices, in the time of their steps. verification: of verifying any drafts of the batch at all, beside their
     slots; None: a step without drafts is none the faster for that. more: what one draft, two drafts and so on of a
-    request cost beside their slots, which may be less than nothing; the last is that of larger numbers too.
+    request cost beside their slots. It may be less than nothing. The last one is that of larger numbers too.
     """
 
     slot: float
@@ -305,7 +304,9 @@ class Arbiter:
         )
         self._credits = np.zeros(max_num_reqs, np.int64)
         self._pass_prices = np.zeros(num_model_steps, np.int64)
-        self._list_prices = _arbiter.ListPrices(*np.zeros((2, num_speculative_tokens + 1), np.int64))
+        self._list_prices = _arbiter.ListPrices(
+            np.zeros(num_speculative_tokens + 1, np.int64), np.zeros(num_speculative_tokens, np.int64)
+        )
         self._state = _arbiter.to_addresses(
             self._offer_positions,
             self._credits,

@@ -27,7 +27,8 @@ _PRIOR_PASS = 0.1
 _PRIOR_WEIGHT = 64.0  # as that of steps whose drafts vary by so much, squared and summed
 # Of their numbers, squared and summed: a batch that has just changed, or steps that all have drafts, tell nothing yet.
 _LEAST_SPREAD_OF_REQS = _LEAST_SPREAD_OF_VERIFICATION = 1.0
-_LINE_STEPS = 4  # that the line counts for, beside those of a single request with so many drafts
+_LINE_STEPS = 4  # that the line counts for, beside a single request's steps with so many drafts
+_MOST_BESIDE_LINE = 1.0  # of the line
 _FIT_PERIOD = 8  # steps before the first fit, and between two
 
 
@@ -37,7 +38,7 @@ class Costs:
 
     step: of the target. slot: of one token more in it. first_pass, later_pass: of the draft model's passes.
     verification: of verifying any drafts at all, beside their slots. more: of one draft, of two and so on, beside all
-    that; it may be less than nothing, and the last is that of larger numbers too.
+    that. It may be less than nothing. The last one is that of larger numbers too.
     """
 
     step: float
@@ -95,15 +96,25 @@ def _mixed(old: tuple[float, float], new: tuple[float, float], share: float) -> 
 
 
 class _Fit(NamedTuple):
-    """The usual step: its time and requests, what one more of them adds, and a slot, and any drafts at all."""
+    """The usual step, and what one more request adds, and a slot, and any drafts at all.
+
+    time, num_reqs, num_drafts: of the usual step. share_with_drafts: of all steps. is_slot_known: whether its drafts
+    varied.
+    """
 
     time: float
     num_reqs: float
+    num_drafts: float
+    share_with_drafts: float
     request: float
     slot: float
     verification: float
-    is_slot_known: bool  # its drafts varied
-    more: tuple[float, ...] = ()  # of `Costs`
+    is_slot_known: bool
+
+    def line(self, num_drafts: int) -> float:
+        """The time of a step of the usual batch with so many drafts."""
+        with_drafts = (num_drafts > 0) - self.share_with_drafts
+        return self.time + self.slot * (num_drafts - self.num_drafts) + self.verification * with_drafts
 
 
 class _Steps:
@@ -114,20 +125,48 @@ class _Steps:
         self.fit: _Fit | None = None
         # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
         self.sums = np.zeros((5, 5))
-        # Of a single request's steps, by their drafts: how many count, and their time on average.
-        self.times: dict[int, tuple[int, float]] = {}
+        # Of a single request's steps, by their drafts: how many count, and by how much they took longer than the line
+        # of that time, as a share of it.
+        self.beside_line: dict[int, tuple[float, float]] = {}
 
     def add(self, num_drafts: int, num_reqs: int, time: float) -> bool:
         """Add a step; whether it is time for another fit."""
         step = np.array([1.0, num_reqs, num_drafts, num_drafts > 0, time])
         self.sums *= 1 - 1 / _COST_MEMORY
         self.sums += step[:, None] * step
-        if num_reqs == 1:
-            number, usual = self.times.get(num_drafts, (0, 0.0))
-            number = min(number + 1, _NUM_RECENT)
-            self.times[num_drafts] = number, usual + (time - usual) / number
+        if num_reqs == 1 and self.fit is not None:
+            self._add_beside_line(num_drafts, time / max(self.fit.line(num_drafts), 0.1 * self.fit.time) - 1)
         self.number += 1
         return self.number < _FIT_PERIOD or self.number % _FIT_PERIOD == 0
+
+    def _add_beside_line(self, num_drafts: int, share: float) -> None:
+        # What is not seen again is forgotten. Otherwise a number that once took long would never be tried again.
+        for known, (count, usual) in self.beside_line.items():
+            self.beside_line[known] = count * (1 - 1 / _LINE_MEMORY), usual
+        count, usual = self.beside_line.get(num_drafts, (0.0, 0.0))
+        count += 1
+        self.beside_line[num_drafts] = count, usual + (min(share, _MOST_BESIDE_LINE) - usual) / count
+
+    def of_single_request(self) -> tuple[float, tuple[float, ...]]:
+        """`Costs.verification` and `Costs.more`: the times may lie on no line.
+
+        A processor may take longer for two tokens than for three. A number that was not seen lies between its
+        neighbours.
+        """
+        fit = self.fit
+        if fit is None:
+            return 0.0, ()
+
+        def longer(num_drafts: int) -> float:
+            count, share = self.beside_line.get(num_drafts, (0.0, 0.0))
+            return fit.line(num_drafts) * share * count / (count + _LINE_STEPS)
+
+        verification = fit.verification - longer(0)
+        seen = sorted(known for known in self.beside_line if known)
+        if not seen:
+            return max(verification, 0.0), ()
+        more = np.interp(range(1, seen[-1] + 1), seen, [longer(known) for known in seen]) + min(verification, 0.0)
+        return max(verification, 0.0), tuple(more.tolist())
 
 
 class CostMeter:
@@ -156,8 +195,7 @@ class CostMeter:
             self._steps_by_size[size] = _Steps()
         steps = self._steps_by_size[size]
         if steps.add(num_drafts, num_reqs, time):
-            fit = _fitted(steps.sums, self._slot_elsewhere(size))
-            steps.fit = _corrected(fit, steps.sums, steps.times) if steps.times else fit
+            steps.fit = _fitted(steps.sums, self._slot_elsewhere(size))
         return time
 
     def add_passes(self, num_passes: int, num_reqs: int, time: float) -> None:
@@ -213,16 +251,17 @@ class CostMeter:
             first = times.get(1, all_passes / most)
             later = max(all_passes - first, 0.0) / (most - 1) if most > 1 else first
         fit = self._nearest_fit(_size_of(num_reqs))
-        if fit is None:
-            return Costs(step, slot, first, later)
-        return Costs(step, slot, first, later, fit.verification, fit.more if num_reqs == 1 else ())
+        single = self._steps_by_size.get(1)
+        if num_reqs == 1 and single is not None and fit is single.fit:
+            return Costs(step, slot, first, later, *single.of_single_request())
+        return Costs(step, slot, first, later, fit.verification if fit else 0.0)
 
     def _step_and_slot(self, num_reqs: float) -> tuple[float, float]:
         """The time of a step of some requests that have as many drafts as usual, and of one more slot in it."""
         fit = self._nearest_fit(_size_of(num_reqs))
         if fit is None:
             return 1.0, _PRIOR_SLOT / num_reqs
-        time, usual_reqs, of_request, slot, *_ = fit
+        time, usual_reqs, of_request, slot = fit.time, fit.num_reqs, fit.request, fit.slot
         # A larger batch takes no less time, and no more for each request.
         least, most = sorted((1.0, num_reqs / usual_reqs))
         return min(max(time + of_request * (num_reqs - usual_reqs), time * least), time * most), slot
@@ -262,7 +301,8 @@ def _fitted(sums: np.ndarray, prior_bounds: tuple[float, float]) -> _Fit:
         sums: see `_Steps`.
         prior_bounds: of a slot's time before anything is known; within them it is the usual share of a step.
     """
-    _, num_reqs, num_drafts, _, time = means = sums[0] / sums[0, 0]
+    means = sums[0] / sums[0, 0]
+    _, num_reqs, num_drafts, share_with_drafts, time = means.tolist()
     prior_slot = min(max(_PRIOR_SLOT * time / num_reqs, prior_bounds[0]), prior_bounds[1])
     spread = sums - sums[0, 0] * means[:, None] * means
     products = spread[1:4, 4] + [0.0, _PRIOR_WEIGHT * prior_slot, 0.0]
@@ -278,27 +318,9 @@ def _fitted(sums: np.ndarray, prior_bounds: tuple[float, float]) -> _Fit:
     request, slot, verification = slopes.tolist()
     # Each request has as many drafts as usual.
     slot, verification = min(slot, time), min(verification, time)
-    of_request = request + slot * float(num_drafts / num_reqs)
+    of_request = request + slot * num_drafts / num_reqs
     is_slot_known = bool(spread[2, 2] >= _PRIOR_WEIGHT)
-    return _Fit(float(time), float(num_reqs), of_request, slot, float(verification), is_slot_known)
-
-
-def _corrected(fit: _Fit, sums: np.ndarray, times: dict[int, tuple[int, float]]) -> _Fit:
-    """Correct a fit by the times of a single request's steps, by their drafts, as far as they are known.
-
-    They may lie on no line: a processor may take longer for two tokens than for three.
-    """
-    _, _, usual_drafts, usual_any, _ = sums[0] / sums[0, 0]
-
-    def beside_line(num_drafts: int) -> float:
-        number, time = times.get(num_drafts, (0, 0.0))
-        line = fit.time + fit.slot * (num_drafts - usual_drafts) + fit.verification * ((num_drafts > 0) - usual_any)
-        return float((time - line) * number / (number + _LINE_STEPS))
-
-    # Of any drafts at all, over none.
-    verification = fit.verification - beside_line(0)
-    more = [beside_line(num_drafts) for num_drafts in range(1, max(times) + 2)]
-    return fit._replace(verification=max(verification, 0.0), more=tuple(each + min(verification, 0.0) for each in more))
+    return _Fit(time, num_reqs, num_drafts, share_with_drafts, of_request, slot, verification, is_slot_known)
 
 
 def _bounded(recent: deque[tuple[float, int]], time: float, num_tokens: int, most: float) -> float:

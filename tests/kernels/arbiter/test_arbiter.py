@@ -194,7 +194,7 @@ class Pair:
         num_tokens = self.num_tokens[rows]
         prices = np.zeros(self.num_steps, np.int64)
         groups = self.offers, self.table, self.record, self.gains, self.foregone
-        state = spec.to_addresses(self.offer_positions, self.credits, *groups, prices, spec.ListPrices(prices, prices))
+        state = spec.to_addresses(self.offer_positions, self.credits, *groups, prices, self.list_prices(0))
         total, is_anyone_awake = spec.begin_step(state, self.token_ids[rows], num_tokens, rows)
         assert is_anyone_awake == np.any(self.credits[rows] != spec.ASLEEP)
         texts, num_places = (torch.from_numpy(self.token_ids), self.device_lengths()), len(idx_mapping)
@@ -203,6 +203,10 @@ class Pair:
         assert self.kernels.num_judged == 0
         assert num_new.tolist() == [1000 + total]
         self.assert_same()
+
+    def list_prices(self, slot_price):
+        """The kernels know prices of slots alone."""
+        return spec.ListPrices(np.arange(self.width + 1) * slot_price, np.full(self.width, slot_price))
 
     def device_lengths(self):
         return torch.from_numpy(self.num_tokens).to(torch.int32)
@@ -220,9 +224,7 @@ class Pair:
             np.full((len(rows), self.width), SENTINEL),
         )
         beliefs = spec.Beliefs(self.table.chances, self.record)
-        # The kernels know prices of slots alone.
-        prices = spec.ListPrices(np.arange(self.width + 1) * slot_price, np.full(self.width + 1, slot_price))
-        spec.choose(rows, limits[is_request], self.offers, beliefs, prices, expected)
+        spec.choose(rows, limits[is_request], self.offers, beliefs, self.list_prices(slot_price), expected)
         self.assert_chances_give_the_value(rows, expected, slot_price)
         self.offer_positions[rows] = self.num_tokens[rows]
         drafts = torch.full((num_places, self.width + 2), SENTINEL)

@@ -98,7 +98,12 @@ class Pair:
         groups = (spec.Table(*[unused] * 6), spec.Record(*[unused] * 3), spec.Gains(*[unused] * 5))
         groups += (spec.Foregone(unused, unused),)
         self.state = spec.to_addresses(
-            unused, self.credits, self.offers, *groups, unused, spec.ListPrices(unused, unused)
+            unused,
+            self.credits,
+            self.offers,
+            *groups,
+            unused,
+            spec.ListPrices(np.zeros(width + 1, np.int64), np.zeros(width, np.int64)),
         )
         self.token_ids = torch.zeros(self.num_rows, 1, dtype=torch.int32)
         self.num_tokens = torch.ones(self.num_rows, dtype=torch.int32)
