@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from vllm_specplus.compare.counts import Counts
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import Prompt
@@ -28,6 +30,8 @@ class StandIn:
             raise RefusedError("--engine-args: unrecognized arguments: --nonsense")
         if self.fault == "start":
             raise ValueError("no memory\nis left")
+        if self.fault == "validation":
+            TypeAdapter(int).validate_python("x")
 
     def warm_up(self, concurrency: int) -> None:
         return None

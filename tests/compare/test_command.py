@@ -1,7 +1,9 @@
 """The command with engines that count instead of computing: turns, files, failures, Ctrl-C, bad input."""
 
 import csv
+import errno
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,11 @@ def test_one_at_a_time(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "said", "repeats"),
-    [("start", "ValueError: no memory", 0), ("killed", "the engine ended with exit code -9", 1)],
+    [
+        ("start", "ValueError: no memory; the engine's output is in ", 0),
+        ("validation", "ValidationError: Input should be a valid integer, unable to parse string as an integer; ", 0),
+        ("killed", "the engine ended with exit code -9", 1),
+    ],
 )
 def test_a_crash_is_a_row(fault: str, said: str, repeats: int, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(model, config(2), config(3, fault), options=("--repeat", "3")) == 1
@@ -180,7 +186,10 @@ def test_texts_are_not_compared_where_they_are_sampled(model: Path) -> None:
     assert results(model)["differences"] == []
 
 
-CASES = ("no such model", "empty", "not UTF-8", "not JSON", "long number", "not writable", "equal", "engine args")
+CASES = (
+    *("no such model", "empty", "not UTF-8", "not JSON", "long number", "not writable", "taken by a folder"),
+    *("equal", "equal by vLLM's rules", "engine args"),
+)
 
 
 def bad_inputs(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
@@ -190,6 +199,9 @@ def bad_inputs(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
     (folder / "bad.jsonl").write_text('{"prompt": "x"}\nnonsense\n')
     (folder / "long.jsonl").write_text(f'{{"prompt": {"9" * 5000}}}\n')
     (folder / "file").touch()
+    (folder / "taken" / "results.csv").mkdir(parents=True)
+    bounds = {"method": "ngram", "num_speculative_tokens": 3}
+    equal_bounds = json.dumps(bounds), json.dumps(bounds | {"prompt_lookup_max": 5})
     return {
         "no such model": (("--model", "/nothing/here"), "the model does not exist"),
         "empty": (("--prompts", str(folder / "empty.txt")), "is empty"),
@@ -197,7 +209,12 @@ def bad_inputs(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
         "not JSON": (("--prompts", str(folder / "bad.jsonl")), "line 2 is not JSON"),
         "long number": (("--prompts", str(folder / "long.jsonl")), "line 1 is not a prompt"),
         "not writable": (("--out", str(folder / "file" / "out")), "cannot write to"),
+        "taken by a folder": (("--out", str(folder / "taken")), "results.csv there is a folder"),
         "equal": (("--config", config(2)), "are equal"),
+        "equal by vLLM's rules": (
+            tuple(word for text in equal_bounds for word in ("--config", text)),
+            "are equal",
+        ),
         "engine args": (("--engine-args", "--nonsense"), "--engine-args: unrecognized arguments"),
     }
 
@@ -214,6 +231,25 @@ def test_bad_input_is_one_line_and_leaves_nothing(case: str, model: Path, capsys
     # Progress of the first engine's start comes before what that engine says.
     assert len(err.splitlines()) == (2 if case == "engine args" else 1)
     assert sorted(model.parent.rglob("*")) == before
+
+
+def test_an_empty_folder_name_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        compare(model, config(2), options=("--out", ""))
+    assert "argument --out: a folder needs a name" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_shown(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(comparison, "write_results", write)
+    assert compare(model, config(2), options=("--repeat", "1")) == 2
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1] == f"cannot write {model.parent / 'out'}: No space left on device"
+    assert "tokens/s" in out
 
 
 def test_a_refusal_leaves_earlier_results_alone(model: Path) -> None:

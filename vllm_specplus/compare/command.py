@@ -45,13 +45,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-tokens", type=_positive, default=128, metavar="N", help="of an answer; default 128")
     command.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="default 0")
     command.add_argument(
-        "--repeat", type=_positive, default=5, metavar="R", help="runs of each configuration; default 5"
+        "--repeat", type=_positive, default=6, metavar="R", help="runs of each configuration; default 6"
     )
     command.add_argument(_ENGINE_ARGS, type=_words, default=[], metavar="'...'", help="options of `vllm serve`")
     command.add_argument(
         "--one-at-a-time", action="store_true", help="start engines anew for each run: the model fits into memory once"
     )
-    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets the results")
+    command.add_argument("--out", type=_folder, required=True, metavar="DIR", help="gets the results")
     command.set_defaults(run=_run)
 
 
@@ -70,6 +70,12 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return number
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("a folder needs a name")
+    return Path(text)
 
 
 def _levels(text: str) -> list[int]:

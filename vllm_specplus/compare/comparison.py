@@ -16,8 +16,8 @@ from vllm_specplus.compare.measure import Plan, measure
 from vllm_specplus.compare.measurements import Measurements
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import Prompt, check_model, read_prompts
-from vllm_specplus.compare.report import can_plot, write_report
-from vllm_specplus.compare.results import as_data, write_results
+from vllm_specplus.compare.report import can_plot, report_files, write_report
+from vllm_specplus.compare.results import RESULT_FILES, as_data, write_results
 from vllm_specplus.compare.tables import print_tables
 from vllm_specplus.compare.terminal import INTERRUPTED, progress, table_console
 from vllm_specplus.compare.workloads import workload
@@ -40,6 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
                 return _report(arguments.out, measurements, data)
     except RefusedError as problem:
         print(problem, file=sys.stderr)
+        return 2
+    except OSError as problem:
+        # The disk is full, for example. What has been written stays.
+        print(f"cannot write {problem.filename or arguments.out}: {problem.strerror or problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         # Before the first run, or where the page is made: what was measured is written by then.
@@ -127,6 +131,9 @@ def _folder(out: Path) -> Iterator[Path]:
         probe = out / ".results.json.part"
         probe.touch()
         probe.unlink()
+        for name in (*RESULT_FILES, *report_files()):
+            if (out / name).is_dir():
+                raise IsADirectoryError(0, f"{name} there is a folder")
     except OSError as problem:
         if made is not None and made.is_dir():
             shutil.rmtree(made)
@@ -150,14 +157,16 @@ def _measure_plan(plan: Plan, logs: Path) -> tuple[Measurements, dict[str, Any]]
 
 
 def _report(out: Path, measurements: Measurements, data: dict[str, Any]) -> int:
-    write_results(out, data)
-    write_report(out, data)
     console = table_console()
     said = f"The results are in {out}"
     if not can_plot():
         said += f". matplotlib (the extra plot) draws the plots: python -m vllm_specplus.compare.report {out}"
-    console.print(said, highlight=False, markup=False, soft_wrap=True)
-    print_tables(console, data)
+    try:
+        write_results(out, data)
+        write_report(out, data)
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    finally:
+        print_tables(console, data)
     if measurements.is_interrupted:
         return INTERRUPTED
     return int(bool(measurements.failures or measurements.defective()))

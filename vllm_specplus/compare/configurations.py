@@ -7,9 +7,12 @@ from typing import Any
 
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
+from vllm_specplus.config.resolve import Resolved
 
 NONE = "none"
 _STRATEGY = "mtp_strategy"
+_NGRAM_METHODS = "ngram", "ngram_gpu"
+_PROMPT_LOOKUP = 5  # tokens of an n-gram where a config names no bound, as in vLLM's SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,20 @@ def _read(place: str, config: dict[str, Any]) -> tuple[str, Configuration]:
     is_synthetic = vllm.get("rejection_sample_method") == "synthetic"
     if options is None:
         shares_answers = vllm.get("method") == "suffix" and vllm.get("suffix_decoding_max_cached_requests") != 0
-        return resolved.as_json(), Configuration("", config, not is_synthetic, shares_answers)
+        return _as_vllm_reads(resolved), Configuration("", config, not is_synthetic, shares_answers)
     shares_answers = options.caches_answers and options.suffix_decoding_scope == "shared"
     keeps_greedy_text = options.accept_policy == "normal" and not is_synthetic
     return resolved.as_json(), Configuration("", config, keeps_greedy_text, shares_answers)
+
+
+def _as_vllm_reads(resolved: Resolved) -> str:
+    """A config of vLLM's own as text, in which one bound of n-grams stands for the other, as vLLM has it."""
+    bounds = "prompt_lookup_min", "prompt_lookup_max"
+    given = [resolved.vllm[name] for name in bounds if resolved.vllm.get(name) is not None]
+    if resolved.vllm.get("method") in _NGRAM_METHODS and len(given) < len(bounds):
+        both = dict.fromkeys(bounds, given[0] if given else _PROMPT_LOOKUP)
+        resolved = replace(resolved, vllm=resolved.vllm | both)
+    return resolved.as_json()
 
 
 def _names(configs: list[dict[str, Any] | None]) -> list[str]:

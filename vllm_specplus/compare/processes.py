@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 _SECONDS_TO_END = 5.0
 
 
@@ -93,6 +95,14 @@ def call_by_name(pipe: Connection, environment: dict[str, str], name: str, *args
     pkgutil.resolve_name(name)(pipe, *args)
 
 
+def _first_line(problem: Exception) -> str:
+    """The first line of an error that tells what is wrong."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    if isinstance(problem, ValidationError):  # the first one only counts the errors
+        lines = [error["msg"].splitlines()[0] for error in problem.errors()]
+    return lines[0] if lines else type(problem).__name__
+
+
 def _run(function: Callable[..., None], args: tuple[Any, ...], log: Path, pipe: Connection) -> None:
     os.setsid()
     with log.open("wb") as file:
@@ -105,7 +115,8 @@ def _run(function: Callable[..., None], args: tuple[Any, ...], log: Path, pipe: 
         # Whatever an engine raises, the process that started this one has to learn of it.
         traceback.print_exc()
         is_refusal = isinstance(problem, RefusedError)
-        lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-        line = lines[0] if lines else type(problem).__name__
-        pipe.send(_Report(line if is_refusal else f"{type(problem).__name__}: {line}", is_refusal))
+        line = _first_line(problem)
+        if not is_refusal:
+            line = f"{type(problem).__name__}: {line}; the engine's output is in {log}"
+        pipe.send(_Report(line, is_refusal))
         raise SystemExit(1) from None

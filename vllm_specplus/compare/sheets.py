@@ -80,15 +80,17 @@ def drafts(data: dict[str, Any]) -> Sheet:
 
 
 def times(data: dict[str, Any]) -> Sheet:
-    """The shares of a step's parts; a row for each configuration whose time was split."""
+    """The time of a token by a step's parts; a row for each configuration whose time was split."""
     rows = []
     for configuration in data["configurations"]:
         if configuration["seconds"]:
             whole = sum(configuration["seconds"].values())
-            shares = (f"{100 * configuration['seconds'][part] / whole:.0f}%" for part in PARTS)
-            rows.append(Row([configuration["name"], *shares]))
+            num_tokens = sum(map(len, data["texts"][configuration["name"]].values()))
+            parts = (configuration["seconds"][part] for part in PARTS)
+            cells = (f"{1000 * part / num_tokens:.1f} ({100 * part / whole:.0f}%)" for part in parts)
+            rows.append(Row([configuration["name"], *cells]))
     columns = [Column("configuration", is_number=False), *map(Column, PARTS)]
-    return Sheet("where the time goes, one request at a time", columns, rows)
+    return Sheet("where the time goes, one request at a time: ms a token, and share", columns, rows)
 
 
 def problems(data: dict[str, Any]) -> Iterator[str]:
