@@ -242,14 +242,15 @@ def test_an_empty_folder_name_is_refused(model: Path, capsys: pytest.CaptureFixt
 def test_what_cannot_be_written_is_shown(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(*args: Any) -> None:
+    def replace(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(comparison, "write_results", write)
+    monkeypatch.setattr("vllm_specplus.compare.results.os.replace", replace)
     assert compare(model, config(2), options=("--repeat", "1")) == 2
     out, err = capsys.readouterr()
-    assert err.splitlines()[-1] == f"cannot write {model.parent / 'out'}: No space left on device"
+    assert err.splitlines()[-1] == f"cannot write {model.parent / 'out' / 'results.json'}: No space left on device"
     assert "tokens/s" in out
+    assert [path.name for path in (model.parent / "out").iterdir()] == ["logs"]
 
 
 def test_a_refusal_leaves_earlier_results_alone(model: Path) -> None:

@@ -17,7 +17,7 @@ from vllm_specplus.compare.measurements import Measurements
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import Prompt, check_model, read_prompts
 from vllm_specplus.compare.report import can_plot, report_files, write_report
-from vllm_specplus.compare.results import RESULT_FILES, as_data, write_results
+from vllm_specplus.compare.results import RESULT_FILES, UnwritableError, as_data, write_results
 from vllm_specplus.compare.tables import print_tables
 from vllm_specplus.compare.terminal import INTERRUPTED, progress, table_console
 from vllm_specplus.compare.workloads import workload
@@ -38,12 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
             with _folder(arguments.out) as logs:
                 measurements, data = _measure_plan(plan, logs)
                 return _report(arguments.out, measurements, data)
-    except RefusedError as problem:
+    except (RefusedError, UnwritableError) as problem:
         print(problem, file=sys.stderr)
-        return 2
-    except OSError as problem:
-        # The disk is full, for example. What has been written stays.
-        print(f"cannot write {problem.filename or arguments.out}: {problem.strerror or problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         # Before the first run, or where the page is made: what was measured is written by then.

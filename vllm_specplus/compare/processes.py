@@ -99,7 +99,8 @@ def _first_line(problem: Exception) -> str:
     """The first line of an error that tells what is wrong."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if isinstance(problem, ValidationError):  # the first one only counts the errors
-        lines = [error["msg"].splitlines()[0] for error in problem.errors()]
+        found = problem.errors()[0]
+        lines = [": ".join([*map(str, found["loc"]), found["msg"].splitlines()[0]])]
     return lines[0] if lines else type(problem).__name__
 
 

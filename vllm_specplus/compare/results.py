@@ -24,6 +24,10 @@ _COLUMNS = (
 )
 
 
+class UnwritableError(OSError):
+    """A result cannot be written; one line. What was written before stays."""
+
+
 def as_data(plan: Plan, measurements: Measurements) -> dict[str, Any]:
     """All that was measured, as plain values. Times are in seconds."""
     return {
@@ -127,7 +131,15 @@ def write_files(folder: Path, data: dict[str, Any], columns: Sequence[str], rows
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that no half of it is ever seen under its name."""
+    """Write a file so that no half of it is ever seen under its name.
+
+    Raises:
+        UnwritableError: it cannot be written.
+    """
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
-    os.replace(part, path)
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as problem:
+        part.unlink(missing_ok=True)
+        raise UnwritableError(f"cannot write {path}: {problem.strerror or problem}") from None
