@@ -50,7 +50,7 @@ class StandIn:
         counts = Counts(2, {"model": 4}, {"model": [1, 1]}) if self.speed > 1 else Counts()
         num_tokens = sum(map(len, tokens))
         seconds = num_tokens / (100 * self.speed) * (1 + self.num_runs / 100)
-        return Run(seconds, tokens, 2 * len(order), counts)
+        return Run(seconds, tokens, len(order), 3 * len(order), counts)
 
     def profile(self, temperature: float) -> Profile:
         texts = [[("a", "target"), ("<b>", "model")] for _ in self.prompts]

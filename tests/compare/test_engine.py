@@ -45,21 +45,26 @@ class Places(Session):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "concurrency", "seconds", "num_again"),
+    ("lengths", "concurrency", "seconds", "num_steps", "num_again"),
     [
-        pytest.param([4, 1, 1], 2, 3.875, 1, id="the places stay taken"),
-        pytest.param([3, 3, 3, 3], 2, 7.0, 0, id="all at once"),
-        pytest.param([2, 5], 1, 7.5, 0, id="one place"),
-        pytest.param([3, 5], 3, 4.625, 1, id="more places than prompts"),
+        pytest.param([4, 1, 1], 2, 3.875, 4, 1, id="the places stay taken"),
+        pytest.param([3, 3, 3, 3], 2, 7.0, 8, 0, id="all at once"),
+        pytest.param([2, 5], 1, 7.5, 5, 0, id="one place"),
+        pytest.param([3, 5], 3, 4.625, 7, 1, id="more places than prompts"),
     ],
 )
 def test_places_are_taken_all_the_time_of_a_run(
-    lengths: list[int], concurrency: int, seconds: float, num_again: int, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int],
+    concurrency: int,
+    seconds: float,
+    num_steps: int,
+    num_again: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prompt that comes again does not count, and is aborted in the end. To add a request takes time too."""
+    """A prompt that comes again counts only in the steps, and is aborted in the end. To add a request takes time."""
     session = Places(lengths)
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: session.clock))
     run = session.run(range(len(lengths)), concurrency, 0.0)
-    assert (run.seconds, run.num_steps) == (seconds, sum(lengths))
+    assert (run.seconds, run.num_steps, run.num_step_tokens) == (seconds, num_steps, num_steps)
     assert [len(token_ids) for token_ids in run.token_ids] == lengths
     assert len(session.aborted) == num_again

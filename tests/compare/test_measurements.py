@@ -20,7 +20,7 @@ def measured(speeds: dict[str, list[float]], levels: tuple[int, ...] = (1,)) -> 
     for name, values in speeds.items():
         for level in levels:
             for repeat, speed in enumerate(values):
-                found.add(name, level, repeat, Run(1 / speed, [[1]], 1, Counts()))
+                found.add(name, level, repeat, Run(1 / speed, [[1]], 0, 0, Counts()))
     return found
 
 
@@ -75,8 +75,8 @@ def test_no_speculation_may_be_the_best() -> None:
 def test_the_fastest_of_a_level_is_named_where_it_is_another() -> None:
     found = measured({"none": [100, 100], "mtp": [300, 301]}, (1, 32))
     for repeat in (0, 1):
-        found.add("none", 32, repeat, Run(1 / 100, [[1]], 1, Counts()))
-        found.add("mtp", 32, repeat, Run(1 / 90, [[1]], 1, Counts()))
+        found.add("none", 32, repeat, Run(1 / 100, [[1]], 0, 0, Counts()))
+        found.add("mtp", 32, repeat, Run(1 / 90, [[1]], 0, 0, Counts()))
     assert recommendation(found).endswith("in 2 repeats; but none is fastest at concurrency 32.")
 
 

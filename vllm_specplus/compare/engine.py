@@ -122,10 +122,12 @@ class Session:
         """
         self._forget_past_runs()
         before = self._counts()
-        requests = self._drain(order, concurrency, temperature, self._max_tokens)
+        every = self._drain(order, concurrency, temperature, self._max_tokens)
+        requests = every[: len(order)]
         seconds = sum(request.ended - request.began for request in requests) / min(concurrency, len(order))
-        steps = sum(len(request.step_sizes) for request in requests)
-        return Run(seconds, [request.token_ids for request in requests], steps, self._counts() - before)
+        steps = [size for request in every for size in request.step_sizes[1:]]
+        token_ids = [request.token_ids for request in requests]
+        return Run(seconds, token_ids, len(steps), sum(steps), self._counts() - before)
 
     def profile(self, temperature: float) -> Profile:
         """Answer the prompts one at a time; find out where the time goes, and who drafted each token."""
@@ -198,7 +200,10 @@ class Session:
         """Answer prompts; add the accepted drafts by source of each step to `by_step`, if one of them has any.
 
         Behind the last one prompts come again until all answers are complete, so that the places are always taken. What
-        came again is not returned, and aborted in the end.
+        came again is aborted then.
+
+        Returns:
+            The requests of `order`, and behind them those that came again.
         """
         numbers, requests, num_open = cycle(order), list[_Request](), len(order)
         copies: Counter[int] = Counter()
@@ -228,7 +233,7 @@ class Session:
                     by_step.append({source: sum(row) for source, row in (after - before).accepted.items()})
                 before = after
         self._engine.abort_request([*running])
-        return requests[: len(order)]
+        return requests
 
     def _step(self, timer: SplitTimer | None) -> list[Any]:
         if timer is None:

@@ -93,9 +93,8 @@ class Measurements:
     def mean_accepted_length(self, name: str, concurrency: int) -> float | None:
         """Tokens of a step of a request, without the step of its prompt; None if there was no other."""
         runs = self.runs.get((name, concurrency), {}).values()
-        firsts = sum(len(run.token_ids) for run in runs)
-        steps = sum(run.num_steps for run in runs) - firsts
-        return (sum(run.num_tokens for run in runs) - firsts) / steps if steps else None
+        steps = sum(run.num_steps for run in runs)
+        return sum(run.num_step_tokens for run in runs) / steps if steps else None
 
     def ratio(self, name: str, other: str, concurrency: Sequence[int]) -> Interval | None:
         """How many times as fast a configuration is as another, repeat by repeat; None without a repeat of both.

@@ -45,12 +45,14 @@ class Run:
 
     seconds: the answers' share of the engine's time: how long each one had its place, summed, over the places.
     token_ids: of each answer.
-    num_steps: steps of requests; a step in which two requests got tokens counts twice.
+    num_steps, num_step_tokens: steps of requests behind the first one, which reads the prompt, and their tokens. A step
+        in which two requests got tokens counts twice. Here and in the counts are prompts that came again, too.
     """
 
     seconds: float
     token_ids: list[list[int]]
     num_steps: int
+    num_step_tokens: int
     counts: Counts
 
     @property
