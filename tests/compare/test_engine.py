@@ -16,6 +16,7 @@ class Places(Session):
     def __init__(self, lengths: list[int]) -> None:
         self._prompts = [[length] for length in lengths]
         self._left: dict[str, int] = {}
+        self._num_tokens: dict[str, int] = {}
         self.aborted: list[str] = []
         self._engine: Any = SimpleNamespace(abort_request=self.aborted.extend, reset_prefix_cache=int)
         self._engine.collective_rpc = lambda method: None
@@ -34,11 +35,19 @@ class Places(Session):
     def _counts(self) -> Counts:
         return Counts()
 
+    def _size(self, name: str) -> int:
+        """Two tokens in each step behind the first."""
+        size = self._num_tokens.get(name, 1)
+        self._num_tokens[name] = 2
+        return size
+
     def _step(self, timer: Any) -> list[Any]:
         self._left = {name: left - 1 for name, left in self._left.items()}
         self.clock += 1
         return [
-            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[7])], finished=left == 0)
+            SimpleNamespace(
+                request_id=name, outputs=[SimpleNamespace(token_ids=[7] * self._size(name))], finished=left == 0
+            )
             for name, left in self._left.items()
             if left >= 0
         ]
@@ -65,6 +74,6 @@ def test_places_are_taken_all_the_time_of_a_run(
     session = Places(lengths)
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: session.clock))
     run = session.run(range(len(lengths)), concurrency, 0.0)
-    assert (run.seconds, run.num_steps, run.num_step_tokens) == (seconds, num_steps, num_steps)
-    assert [len(token_ids) for token_ids in run.token_ids] == lengths
+    assert (run.seconds, run.num_steps, run.num_step_tokens) == (seconds, num_steps, 2 * num_steps)
+    assert [len(token_ids) for token_ids in run.token_ids] == [2 * length - 1 for length in lengths]
     assert len(session.aborted) == num_again

@@ -333,15 +333,29 @@ def test_a_number_of_drafts_is_no_dearer_than_the_line_after_a_slow_time() -> No
         meter.add_step(1 + i % 2, 1, 130.0)
     for _ in range(600):
         meter.add_step(0, 1, 50.0)
-    assert meter.costs(1).more == pytest.approx((0.0, 0.0), abs=1.0)
+    assert meter.costs(1).more == ()
 
 
-def test_a_pause_does_not_make_a_number_of_drafts_dear() -> None:
+def test_a_pause_does_not_make_a_number_of_drafts_dearer_than_the_line() -> None:
     meter = CostMeter()
     for _ in range(100):
         meter.add_step(0, 1, 50.0)
     meter.add_step(8, 1, 5000.0)
-    assert beyond_none(meter, 8) < 25.0
+    for _ in range(16):
+        meter.add_step(0, 1, 50.0)
+    assert max(meter.costs(1).more) <= 0.0
+
+
+def test_what_the_line_has_learned_is_not_counted_twice() -> None:
+    meter = CostMeter()
+    for _ in range(96):
+        meter.add_step(0, 1, 50.0)
+    for _ in range(32):
+        meter.add_step(8, 1, 90.0)
+        meter.add_step(0, 1, 50.0)
+        if meter.costs(1).more:
+            assert beyond_none(meter, 8) < 44.0
+    assert beyond_none(meter, 8) == pytest.approx(40.0, abs=2.0)
 
 
 def test_prices_have_each_number_of_drafts() -> None:

@@ -49,7 +49,7 @@ _MOST = {
     "CostMeter._steps_by_size": 8,
     "_Steps": 8,
     # One for each number of drafts.
-    "_Steps.beside_line": 6,
+    "_Steps.times": 6,
     "_Fit": 8,
     "_Passes": 2,
     "Clock": 4,

@@ -27,8 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        0; 1 if a configuration failed or gave a wrong text; 2 if the command was refused; 130 after Ctrl-C, SIGTERM or
-        SIGHUP.
+        0; 1 if a configuration failed or gave a wrong text; 2 if the command was refused or cannot write a result; 130
+        after Ctrl-C, SIGTERM or SIGHUP.
     """
     try:
         with _interrupted_by_signals():

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_specplus.compare.colors import INK, SERIES, SOURCE_COLORS, css_name, css_variables
 from vllm_specplus.compare.plots import PLOTS, Plot, plots
-from vllm_specplus.compare.results import write_whole
+from vllm_specplus.compare.results import UnwritableError, write_whole
 from vllm_specplus.compare.runs import TARGET, UNKNOWN
 from vllm_specplus.compare.sheets import Sheet, drafts, problems, speeds, times
 
@@ -62,9 +62,16 @@ def write_report(folder: Path, data: dict[str, Any]) -> None:
 
 
 def remove_report(folder: Path) -> None:
-    """Remove what `write_report` wrote for earlier results."""
+    """Remove what `write_report` wrote for earlier results.
+
+    Raises:
+        UnwritableError: the folder cannot be changed.
+    """
     for name in report_files():
-        (folder / name).unlink(missing_ok=True)
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as problem:
+            raise UnwritableError(f"cannot remove {folder / name}: {problem.strerror or problem}") from None
 
 
 def can_plot() -> bool:
@@ -215,7 +222,7 @@ def _color_name(source: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write a report anew; return 0, or 2 with a message on stderr if the folder has no results."""
+    """Write a report anew; return 0, or 2 with a message on stderr if that cannot be done."""
     parser = argparse.ArgumentParser(
         prog="python -m vllm_specplus.compare.report", description="Write the report of a comparison anew."
     )
@@ -226,6 +233,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "runs" in data:
             raise ValueError("a comparison of running servers has no report")
         write_report(folder, data)
+    except UnwritableError as problem:
+        print(problem, file=sys.stderr)
+        return 2
     except (OSError, ValueError, KeyError) as problem:
         print(f"cannot read {folder / 'results.json'}: {problem}", file=sys.stderr)
         return 2

@@ -23,8 +23,11 @@ def print_tables(console: Console, data: dict[str, Any]) -> None:
 def _table(sheet: Sheet) -> Table:
     table = Table(title=sheet.title, box=SIMPLE)
     for column in sheet.columns:
-        # A name that is cut off could be another one's.
-        table.add_column(escape(column.name), justify="right" if column.is_number else "left", overflow="fold")
+        if column.is_number:
+            table.add_column(escape(column.name), justify="right")
+        else:
+            # A name that is cut off could be another one's.
+            table.add_column(escape(column.name), overflow="fold")
     for row in sheet.rows:
         table.add_row(*map(escape, row.cells), style="bold" if row.is_best else None, end_section=row.ends_group)
     return table

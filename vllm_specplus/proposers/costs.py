@@ -28,7 +28,8 @@ _PRIOR_WEIGHT = 64.0  # as that of steps whose drafts vary by so much, squared a
 # Of their numbers, squared and summed: a batch that has just changed, or steps that all have drafts, tell nothing yet.
 _LEAST_SPREAD_OF_REQS = _LEAST_SPREAD_OF_VERIFICATION = 1.0
 _LINE_STEPS = 4  # that the line counts for, beside a single request's steps with so many drafts
-_MOST_BESIDE_LINE = 1.0  # of the line
+_LEAST_COUNT = 0.1
+_LEAST_LINE = 0.1  # of the usual time: a line may fall below nothing
 _FIT_PERIOD = 8  # steps before the first fit, and between two
 
 
@@ -114,7 +115,8 @@ class _Fit(NamedTuple):
     def line(self, num_drafts: int) -> float:
         """The time of a step of the usual batch with so many drafts."""
         with_drafts = (num_drafts > 0) - self.share_with_drafts
-        return self.time + self.slot * (num_drafts - self.num_drafts) + self.verification * with_drafts
+        time = self.time + self.slot * (num_drafts - self.num_drafts) + self.verification * with_drafts
+        return max(time, _LEAST_LINE * self.time)
 
 
 class _Steps:
@@ -125,9 +127,8 @@ class _Steps:
         self.fit: _Fit | None = None
         # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
         self.sums = np.zeros((5, 5))
-        # Of a single request's steps, by their drafts: how many count, and by how much they took longer than the line
-        # of that time, as a share of it.
-        self.beside_line: dict[int, tuple[float, float]] = {}
+        # Of a single request's steps, by their drafts: how many count, and their time on average.
+        self.times: dict[int, tuple[float, float]] = {}
 
     def add(self, num_drafts: int, num_reqs: int, time: float) -> bool:
         """Add a step; whether it is time for another fit."""
@@ -135,17 +136,17 @@ class _Steps:
         self.sums *= 1 - 1 / _COST_MEMORY
         self.sums += step[:, None] * step
         if num_reqs == 1 and self.fit is not None:
-            self._add_beside_line(num_drafts, time / max(self.fit.line(num_drafts), 0.1 * self.fit.time) - 1)
+            self._add_time(num_drafts, min(time, _MOST_TIMES_USUAL * self.fit.line(num_drafts)))
         self.number += 1
         return self.number < _FIT_PERIOD or self.number % _FIT_PERIOD == 0
 
-    def _add_beside_line(self, num_drafts: int, share: float) -> None:
+    def _add_time(self, num_drafts: int, time: float) -> None:
         # What is not seen again is forgotten. Otherwise a number that once took long would never be tried again.
-        for known, (count, usual) in self.beside_line.items():
-            self.beside_line[known] = count * (1 - 1 / _LINE_MEMORY), usual
-        count, usual = self.beside_line.get(num_drafts, (0.0, 0.0))
+        faded = {known: (count * (1 - 1 / _LINE_MEMORY), usual) for known, (count, usual) in self.times.items()}
+        self.times = {known: each for known, each in faded.items() if each[0] >= _LEAST_COUNT}
+        count, usual = self.times.get(num_drafts, (0.0, 0.0))
         count += 1
-        self.beside_line[num_drafts] = count, usual + (min(share, _MOST_BESIDE_LINE) - usual) / count
+        self.times[num_drafts] = count, usual + (time - usual) / count
 
     def of_single_request(self) -> tuple[float, tuple[float, ...]]:
         """`Costs.verification` and `Costs.more`: the times may lie on no line.
@@ -158,11 +159,11 @@ class _Steps:
             return 0.0, ()
 
         def longer(num_drafts: int) -> float:
-            count, share = self.beside_line.get(num_drafts, (0.0, 0.0))
-            return fit.line(num_drafts) * share * count / (count + _LINE_STEPS)
+            count, time = self.times.get(num_drafts, (0.0, 0.0))
+            return (time - fit.line(num_drafts)) * count / (count + _LINE_STEPS)
 
         verification = fit.verification - longer(0)
-        seen = sorted(known for known in self.beside_line if known)
+        seen = sorted(known for known in self.times if known)
         if not seen:
             return max(verification, 0.0), ()
         more = np.interp(range(1, seen[-1] + 1), seen, [longer(known) for known in seen]) + min(verification, 0.0)
