@@ -127,26 +127,31 @@ class _Steps:
         self.fit: _Fit | None = None
         # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
         self.sums = np.zeros((5, 5))
-        # Of a single request's steps, by their drafts: how many count, and their time on average.
-        self.times: dict[int, tuple[float, float]] = {}
+        # Of a single request's steps, by their drafts: how many counted with the last one, their time on average, and
+        # the number of that step.
+        self.times: dict[int, tuple[float, float, int]] = {}
 
     def add(self, num_drafts: int, num_reqs: int, time: float) -> bool:
         """Add a step; whether it is time for another fit."""
         step = np.array([1.0, num_reqs, num_drafts, num_drafts > 0, time])
         self.sums *= 1 - 1 / _COST_MEMORY
         self.sums += step[:, None] * step
-        if num_reqs == 1 and self.fit is not None:
-            self._add_time(num_drafts, min(time, _MOST_TIMES_USUAL * self.fit.line(num_drafts)))
         self.number += 1
+        if num_reqs == 1 and self.fit is not None:
+            time = min(time, _MOST_TIMES_USUAL * self.fit.line(num_drafts))
+            count, usual = self._time(num_drafts)
+            count += 1
+            self.times[num_drafts] = count, usual + (time - usual) / count, self.number
         return self.number < _FIT_PERIOD or self.number % _FIT_PERIOD == 0
 
-    def _add_time(self, num_drafts: int, time: float) -> None:
-        # What is not seen again is forgotten. Otherwise a number that once took long would never be tried again.
-        faded = {known: (count * (1 - 1 / _LINE_MEMORY), usual) for known, (count, usual) in self.times.items()}
-        self.times = {known: each for known, each in faded.items() if each[0] >= _LEAST_COUNT}
-        count, usual = self.times.get(num_drafts, (0.0, 0.0))
-        count += 1
-        self.times[num_drafts] = count, usual + (time - usual) / count
+    def _time(self, num_drafts: int) -> tuple[float, float]:
+        """How many steps with so many drafts count now, and their time on average.
+
+        What is not seen again is forgotten. Otherwise a number that once took long would never be tried again.
+        """
+        count, time, last = self.times.get(num_drafts, (0.0, 0.0, 0))
+        count *= (1 - 1 / _LINE_MEMORY) ** (self.number - last)
+        return (count, time) if count >= _LEAST_COUNT else (0.0, 0.0)
 
     def of_single_request(self) -> tuple[float, tuple[float, ...]]:
         """`Costs.verification` and `Costs.more`: the times may lie on no line.
@@ -159,11 +164,11 @@ class _Steps:
             return 0.0, ()
 
         def longer(num_drafts: int) -> float:
-            count, time = self.times.get(num_drafts, (0.0, 0.0))
+            count, time = self._time(num_drafts)
             return (time - fit.line(num_drafts)) * count / (count + _LINE_STEPS)
 
         verification = fit.verification - longer(0)
-        seen = sorted(known for known in self.times if known)
+        seen = sorted(known for known in self.times if known and self._time(known)[0])
         if not seen:
             return max(verification, 0.0), ()
         more = np.interp(range(1, seen[-1] + 1), seen, [longer(known) for known in seen]) + min(verification, 0.0)
