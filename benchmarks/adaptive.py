@@ -14,8 +14,7 @@ the times steadier.
 *Requests.* There are four kinds: to continue library files, to repeat a function with one name changed, and JSON lists.
 The fourth is the first with a prediction that the answer does not follow. At concurrency n, n requests of a kind run at
 once, and the next one begins where one ends. There are two for each place, and four at least: on a single text any way
-may be lucky. Behind the last one others keep the places taken, and do not count; docs/compare.md says how a run is
-timed.
+may be lucky. Before the first and behind the last, others keep the places taken; docs/compare.md tells how it is timed.
 
 *Right.* At temperature 0 every text must equal the one without speculation, or the run exits with 1.
 

@@ -11,26 +11,28 @@ from vllm_specplus.compare.engine import Session
 
 
 class Places(Session):
-    """Answers of these lengths, a token in each step."""
+    """Answers of these lengths, two tokens in each step behind the first."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._prompts = [[length] for length in lengths]
         self._left: dict[str, int] = {}
         self._num_tokens: dict[str, int] = {}
         self.aborted: list[str] = []
+        self.added: list[tuple[int, int, str]] = []
         self._engine: Any = SimpleNamespace(abort_request=self.aborted.extend, reset_prefix_cache=int)
         self._engine.collective_rpc = lambda method: None
         self._max_tokens = 9
         self.clock = 1.0
 
-    def _add(self, token_ids: list[int], params: Any, copy: int = 0) -> str:
+    def _add(self, token_ids: list[int], params: Any, salt: str = "") -> str:
         self.clock += 0.25
         name = str(len(self._left))
-        self._left[name] = token_ids[0]
+        self._left[name] = min(token_ids[0], params)
+        self.added.append((token_ids[0], params, salt))
         return name
 
     def _params(self, number: int, temperature: float, max_tokens: int) -> Any:
-        return None
+        return max_tokens
 
     def _counts(self) -> Counts:
         return Counts()
@@ -56,10 +58,10 @@ class Places(Session):
 @pytest.mark.parametrize(
     ("lengths", "concurrency", "seconds", "num_steps", "num_again"),
     [
-        pytest.param([4, 1, 1], 2, 3.875, 4, 1, id="the places stay taken"),
-        pytest.param([3, 3, 3, 3], 2, 7.0, 8, 0, id="all at once"),
+        pytest.param([4, 1, 1], 2, 3.875, 3, 1, id="the places stay taken"),
+        pytest.param([6, 6], 2, 6.625, 16, 1, id="the places are taken before"),
         pytest.param([2, 5], 1, 7.5, 5, 0, id="one place"),
-        pytest.param([3, 5], 3, 4.625, 7, 1, id="more places than prompts"),
+        pytest.param([3, 5], 3, 4.625, 11, 1, id="more places than prompts"),
     ],
 )
 def test_places_are_taken_all_the_time_of_a_run(
@@ -70,10 +72,22 @@ def test_places_are_taken_all_the_time_of_a_run(
     num_again: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prompt that comes again counts only in the steps, and is aborted in the end. To add a request takes time."""
+    """A prompt that comes again, or before, counts only in the steps. To add a request takes time."""
     session = Places(lengths)
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: session.clock))
     run = session.run(range(len(lengths)), concurrency, 0.0)
     assert (run.seconds, run.num_steps, run.num_step_tokens) == (seconds, num_steps, 2 * num_steps)
     assert [len(token_ids) for token_ids in run.token_ids] == [2 * length - 1 for length in lengths]
     assert len(session.aborted) == num_again
+
+
+def test_answers_do_not_all_begin_at_once() -> None:
+    """The last prompts begin before the first, and their answers end one after another."""
+    session = Places([5, 6, 7, 8])
+    session.run(range(4), 3, 0.0)
+    assert session.added == [
+        (8, 3, "before 1"),
+        (7, 6, "before 2"),
+        *[(length, 9, "") for length in (5, 6, 7, 8)],
+        *[(length, 9, "copy 1") for length in (5, 6)],
+    ]

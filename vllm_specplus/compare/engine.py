@@ -113,7 +113,7 @@ class Session:
         """Answer prompts, of which at most `concurrency` are in the engine at once.
 
         No answer of an earlier run is left in suffix trees, and no prompt in the prefix cache. A prompt that comes
-        again has a ``cache_salt`` of its own, so that it finds neither.
+        more than once has a ``cache_salt`` of its own, so that it finds neither.
 
         Args:
             order: numbers of prompts.
@@ -180,11 +180,11 @@ class Session:
             before = text if len(text) > len(before) else before
         return pieces
 
-    def _add(self, token_ids: list[int], params: SamplingParams, copy: int = 0) -> str:
+    def _add(self, token_ids: list[int], params: SamplingParams, salt: str = "") -> str:
         self._num_requests += 1
         name = f"compare-{self._num_requests}"
-        salt = {"cache_salt": f"copy {copy}"} if copy else {}
-        (prompt,) = self._engine.renderer.render_cmpl([{"prompt_token_ids": token_ids} | salt])
+        salted = {"cache_salt": salt} if salt else {}
+        (prompt,) = self._engine.renderer.render_cmpl([{"prompt_token_ids": token_ids} | salted])
         self._engine.add_request(name, prompt, params)
         return name
 
@@ -199,23 +199,32 @@ class Session:
     ) -> list[_Request]:
         """Answer prompts; add the accepted drafts by source of each step to `by_step`, if one of them has any.
 
-        Behind the last one prompts come again until all answers are complete, so that the places are always taken. What
-        came again is aborted then.
+        Before the first ones, the last prompts of `order` begin answers that fill all places but one, each cut off at
+        another length. Otherwise all answers would begin at once, and go on side by side. Behind the last one prompts
+        come again until all answers are complete, so that the places are always taken. What came again is aborted then.
 
         Returns:
-            The requests of `order`, and behind them those that came again.
+            The requests of `order`, and behind them those that came again or before.
         """
-        numbers, requests, num_open = cycle(order), list[_Request](), len(order)
+        places, numbers, num_open = min(concurrency, len(order)), cycle(order), len(order)
         copies: Counter[int] = Counter()
         running: dict[str, _Request] = {}
         before = self._counts() if by_step is not None else Counts()
         now = time.perf_counter()
+
+        def begin(number: int, max_tokens: int, salt: str) -> _Request:
+            request, params = _Request(now), self._params(number, temperature, max_tokens)
+            running[self._add(self._prompts[number], params, salt)] = request
+            return request
+
+        requests = list[_Request]()
+        before_first = [
+            begin(order[-place], max(max_tokens * place // places, 1), f"before {place}") for place in range(1, places)
+        ]
         while num_open:
-            while len(running) < min(concurrency, len(order)):
+            while len(running) < places:
                 number = next(numbers)
-                params = self._params(number, temperature, max_tokens)
-                requests.append(_Request(now))
-                running[self._add(self._prompts[number], params, copies[number])] = requests[-1]
+                requests.append(begin(number, max_tokens, f"copy {copies[number]}" if copies[number] else ""))
                 copies[number] += 1
             outputs, now = self._step(timer), time.perf_counter()
             for output in outputs:
@@ -233,7 +242,7 @@ class Session:
                     by_step.append({source: sum(row) for source, row in (after - before).accepted.items()})
                 before = after
         self._engine.abort_request([*running])
-        return requests
+        return requests + before_first
 
     def _step(self, timer: SplitTimer | None) -> list[Any]:
         if timer is None:

@@ -46,7 +46,7 @@ class Run:
     seconds: the answers' share of the engine's time: how long each one had its place, summed, over the places.
     token_ids: of each answer.
     num_steps, num_step_tokens: steps of requests behind the first one, which reads the prompt, and their tokens. A step
-        in which two requests got tokens counts twice. Here and in the counts are prompts that came again, too.
+        in which two requests got tokens counts twice. Prompts that came again, or before, are here and in the counts.
     """
 
     seconds: float

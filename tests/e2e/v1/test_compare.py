@@ -27,7 +27,8 @@ def test_a_session_with_a_hybrid(trained: Path) -> None:
         assert [len(tokens) for tokens in run.token_ids] == [24] * 5
         assert run.token_ids[0] == run.token_ids[4]
         # Every step of a request gives its accepted drafts and one more token; the end of an answer may cut its last.
-        assert 0 <= run.num_steps + run.counts.num_accepted - run.num_step_tokens <= 5 * 7
+        # A sixth one kept the second place taken before.
+        assert 0 <= run.num_steps + run.counts.num_accepted - run.num_step_tokens <= 6 * 7
         assert run.counts.num_drafted >= run.counts.num_accepted > 0
         assert set(run.counts.drafted) == {"model", "ngram", "suffix", "reference"}
 
