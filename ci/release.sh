@@ -117,14 +117,15 @@ try_without_torch() (
 use_extras() (
   enter
   cd "$work/elsewhere" &&
-    rm -rf compared &&
+    rm -rf compared cache real &&
     echo 'a = 1, b = 2, a = 1, b =' >prompts.txt &&
     vllm-specplus compare --model "$work/tiny" --prompts prompts.txt --max-tokens 16 --repeat 1 --concurrency 1 \
       --out compared --engine-args '--dtype float32 --max-model-len 512 --kv-cache-memory-bytes 67108864' \
       --config '{"method": "suffix", "num_speculative_tokens": 4}' \
       --config '{"method": "mtp", "num_speculative_tokens": 4, "mtp_strategy": "with_suffix"}' &&
     ls compared/*.png &&
-    python -c 'import gguf, jsonref, ray.data.llm, ray.serve.llm'
+    python -c 'import jsonref, ray.data.llm, ray.serve.llm' &&
+    XDG_CACHE_HOME=$PWD/cache python -m vllm_specplus.testing.real_model real
 )
 
 run_dockerfile() (
