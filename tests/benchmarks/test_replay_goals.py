@@ -1,12 +1,9 @@
 """The goals of adaptive drafting in replay, on texts of the trained tiny model, at the corners of the costs.
 
 The model writes a hundred texts of four kinds (`replayed_texts`), and its drafter is made better and worse at random.
-Every bound is that of the project's goals, for the mean of three orders of the texts. Some cells miss theirs. They have
-a bound of their own, a little under what was measured:
-
-- Where 24 slots cost .2 each: single kinds beside the ways without the model, .945 of .95; all kinds together, .969 of
-  .97; the same with a drafter that never pays, .966; single kinds with an unrelated reference, .94 of .95.
-- A reference that is the whole text, with 24 slots: .89 of .95, and .94 for all kinds together.
+Every bound is that of the project's goals, for the mean of three orders of the texts, but for one: a reference that is
+the whole text has a goal of .95 beside following it alone. With 24 slots single kinds come to .92, and all together to
+.94. The bounds there are a little less.
 """
 
 import itertools
@@ -57,10 +54,6 @@ class Cell:
     kind: str
     setting: replay.Setting
     speeds: dict[str, float]
-
-    @property
-    def is_long_and_dear(self) -> bool:
-        return self.setting.width == WINDOWS[1] and self.setting.slot_cost == SLOT_COSTS[1]
 
     def over(self, ways: Collection[str]) -> float:
         """Adaptive drafting over the best of `ways`."""
@@ -127,16 +120,13 @@ def test_each_kind_beside_the_ways_with_the_model(cells: list[Cell]) -> None:
 
 def test_each_kind_beside_the_ways_without_the_model(cells: list[Cell]) -> None:
     chosen = [cell for cell in cells if cell.kind != replay.ALL and cell.setting.draft_cost <= CHEAP_DRAFTS]
-    check((cell for cell in chosen if not cell.is_long_and_dear), 0.95, WITHOUT_MODEL)
-    check((cell for cell in chosen if cell.is_long_and_dear), 0.94, WITHOUT_MODEL)
+    check(chosen, 0.95, WITHOUT_MODEL)
 
 
 def test_all_kinds_together(cells: list[Cell]) -> None:
     together = [cell for cell in cells if cell.kind == replay.ALL]
     check(together, 1.0, WITH_MODEL)
-    cheap = [cell for cell in together if cell.setting.draft_cost <= CHEAP_DRAFTS]
-    check((cell for cell in cheap if not cell.is_long_and_dear), 0.97, WITHOUT_MODEL)
-    check((cell for cell in cheap if cell.is_long_and_dear), 0.96, WITHOUT_MODEL)
+    check((cell for cell in together if cell.setting.draft_cost <= CHEAP_DRAFTS), 0.97, WITHOUT_MODEL)
 
 
 @pytest.mark.parametrize("cells", ["weak"], indirect=True)
@@ -146,9 +136,7 @@ def test_a_weak_drafter_beside_append(cells: list[Cell]) -> None:
 
 def test_a_drafter_that_never_pays_sleeps(traces: list[Row], tmp_path: Path) -> None:
     cells = cells_of(with_drafts(traces, 1.0, worse), tmp_path)
-    together = [cell for cell in cells if cell.kind == replay.ALL]
-    check((cell for cell in together if not cell.is_long_and_dear), 0.97, WITHOUT_MODEL)
-    check((cell for cell in together if cell.is_long_and_dear), 0.96, WITHOUT_MODEL)
+    check((cell for cell in cells if cell.kind == replay.ALL), 0.97, WITHOUT_MODEL)
 
 
 def test_a_reference_that_is_followed_but_for_edits(traces: list[Row], tmp_path: Path) -> None:
@@ -159,7 +147,7 @@ def test_a_reference_that_is_followed_but_for_edits(traces: list[Row], tmp_path:
 def test_a_reference_that_is_the_whole_text(traces: list[Row], tmp_path: Path) -> None:
     cells = cells_of([trace | {"reference": trace["output"]} for trace in traces], tmp_path)
     check((cell for cell in cells if cell.setting.width == WINDOWS[0]), 0.95, ("reference",))
-    check((cell for cell in cells if cell.setting.width == WINDOWS[1]), 0.88, ("reference",))
+    check((cell for cell in cells if cell.setting.width == WINDOWS[1]), 0.91, ("reference",))
     together = (cell for cell in cells if cell.kind == replay.ALL)
     check((cell for cell in together if cell.setting.width == WINDOWS[1]), 0.93, ("reference",))
 
@@ -169,9 +157,7 @@ def test_an_unrelated_reference(traces: list[Row], tmp_path: Path) -> None:
     others = [*traces[1:], traces[0]]
     rows = [trace | {"reference": other["output"]} for trace, other in zip(traces, others, strict=True)]
     cells = cells_of(rows, tmp_path)
-    ways = (*WITH_MODEL, *WITHOUT_MODEL)
-    check((cell for cell in cells if cell.kind == replay.ALL or not cell.is_long_and_dear), 0.95, ways)
-    check((cell for cell in cells if cell.is_long_and_dear), 0.93, ways)
+    check(cells, 0.95, (*WITH_MODEL, *WITHOUT_MODEL))
 
 
 def edited(output: list[int]) -> list[int]:

@@ -126,9 +126,18 @@ def chance(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[int]
             continue
         said = case["offers"][which][0][: n + 1]
         start = case["chains"][which][1]
-        at_start = [c for c in case["offers"] if case["chains"][c][1] == start]
-        found.append(max(of_chain(c, n) for c in at_start if case["offers"][c][0][: n + 1] == said))
+        at_start = [c for c in case["offers"] if case["chains"][c][1] == start and len(case["offers"][c][0]) > n]
+        agreed_before = [c for c in at_start if case["offers"][c][0][:n] == said[:n]]
+        same = [of_chain(c, n) for c in agreed_before if case["offers"][c][0][n] == said[n]]
+        rivals = [of_chain(c, n) for c in agreed_before if case["offers"][c][0][n] != said[n]]
+        found.append(against(max(same), max(rivals)) if rivals else max(same))
     return found
+
+
+def against(chance: int, rival: int) -> int:
+    """What is left of a chance where a rival has one, and not both can be right; either may be wrong all the same."""
+    right = chance * (ONE - rival + ONE // 256) // ONE
+    return right * ONE // (right + ONE - chance + ONE // 256)
 
 
 def value(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> int:
@@ -294,6 +303,32 @@ def test_what_two_sources_say_alike_has_the_better_of_their_chances() -> None:
     choice = play.step({0: ([1, 2, 3, 4], 2), 1: ([1, 2], 2)})
     assert (choice.to_lists(), choice.sources.tolist()) == ([[1, 2, 3, 4]], [NGRAM])
     assert play.step({0: ([1, 2, 3, 4], 2), 1: ([1, 5], 2)}).to_lists() == [[1, 5]]
+
+
+@pytest.mark.parametrize("price", [0.2, 0.6])
+def test_what_sources_say_otherwise_cannot_all_be_right(price: float) -> None:
+    """Each of two sources is right in four cases of five. Where they differ, one is right in less than half of them."""
+    for second, is_drafted in (([], True), ([5], True), ([6], price < 0.5)):
+        play = Play([(NGRAM, 0), (SUFFIX, 0)], 1)
+        play.chances = [4 * ONE // 5] * _arbiter.NUM_KEYS
+        play.arbiter.set_prices(Prices(price, 1.0))
+        assert play.step({0: ([5], 3), 1: (second, 3)}).to_lists() == [[5] if is_drafted else []]
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_who_is_right_where_sources_differ_is_learned(right: int) -> None:
+    """By itself the other source is right more often. What is learned from one request holds for the next."""
+    sources, play = (NGRAM, SUFFIX), Play([(NGRAM, 0), (SUFFIX, 0)], 1)
+    for i in range(60):
+        alone = [({1 - right}, 5)] * 4 + [({right}, 5), ({right}, 9)]
+        for j, (offered, token) in enumerate([*alone, ({0, 1}, 5 + right)]):
+            play.new_request(f"request {i} {j}")
+            choice = play.step({c: ([5 + c if len(offered) > 1 else 5], 3) for c in offered})
+            play.text.append(token)
+            play.begin()
+    chances = [play.arbiter.table.chances[COPIED + c * NUM_LENGTHS + length_class(3)] for c in (right, 1 - right)]
+    assert chances[0] < chances[1]
+    assert choice.sources[0] == sources[right]
 
 
 @pytest.mark.parametrize(("is_right", "most"), [(True, 3), (False, 0)])

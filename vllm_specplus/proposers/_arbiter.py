@@ -47,6 +47,7 @@ PRIOR_DISPUTED = 2 * ONE
 PRIOR_DISPUTED_MISSES = 2 * ONE
 LUCKY_DISPUTED_MISSES = 1 * ONE
 MAX_EXPECTED = 32 * ONE  # hits of a record; then all of it is halved
+DOUBT = ONE >> 8  # what is added to the chance that a token is wrong where chains differ, since two may seem certain
 MAX_GAIN_TRIALS = 64
 PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
 PRIOR_GAIN_TRIALS = 2
@@ -106,10 +107,15 @@ class Record(NamedTuple):
 
 
 class Beliefs(NamedTuple):
-    """What the chances of drafts go by: those of each key, [NUM_KEYS] int64, and each request's own record."""
+    """What the chances of drafts go by: those of each key, [NUM_KEYS] int64, and records.
+
+    record: of each request. opposed: of all requests together, [1, NUM_RECORDS] int64 each: how each source has done
+        where chains differ, under DISPUTED.
+    """
 
     chances: np.ndarray
     record: Record
+    opposed: Record
 
 
 class ListPrices(NamedTuple):
@@ -279,6 +285,40 @@ def _agreeing(offers: Offers, row: int, c: int, n: int, agreeing: int) -> int:
 
 
 @compiled(allocates=False, forceinline=True)
+def _rivals(offers: Offers, row: int, c: int, n: int, before: int, agreeing: int) -> int:
+    """Which chains say something else than chain `c` in its token n, of those that agreed with it before, as bits.
+
+    before, agreeing: of `_agreeing`, for the token before and for this one.
+    """
+    rivals = 0
+    for other in range(len(offers.starts)):
+        goes_on = offers.starts[other] == offers.starts[c] and offers.lengths[row, other] > n
+        if goes_on and (before & ~agreeing) >> other & 1:
+            rivals |= 1 << other
+    return rivals
+
+
+@compiled(allocates=False, forceinline=True)
+def _chance_against(chance: int, rival: int) -> int:
+    """A token's chance where another one has a chance too, among the cases that not both are right."""
+    right = chance * (ONE - rival + DOUBT) >> SHIFT
+    return right * ONE // (right + ONE - chance + DOUBT)
+
+
+@compiled(allocates=False, forceinline=True)
+def _chance_of_token(
+    offers: Offers, beliefs: Beliefs, row: int, c: int, n: int, before: int, agreeing: int, passes: int
+) -> int:
+    """The chance of token n of a chain, with what other chains say; for `before` and `agreeing` see `_rivals`."""
+    chance = _chance_of_chains(offers, beliefs, row, agreeing, n, passes)
+    rivals = _rivals(offers, row, c, n, before, agreeing)
+    if rivals == 0:
+        return chance
+    chance = _chance_against(chance, _chance_of_chains(offers, beliefs, row, rivals, n, passes))
+    return _scaled(chance, _factor(beliefs.opposed, 0, DISPUTED + offers.sources[c]))
+
+
+@compiled(allocates=False, forceinline=True)
 def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, agreeing: int, n: int, passes: int) -> int:
     """The chance of token n of chains that agree so far: the best that one of them has.
 
@@ -304,8 +344,8 @@ def _value_of_chain(
     size, value, agreeing = max(min(offers.lengths[row, c], max_drafts - start), 0), 0, ALL_CHAINS
     best, worth = 0, 0
     for n in range(size):
-        agreeing = _agreeing(offers, row, c, n, agreeing)
-        survival = survival * _chance_of_chains(offers, beliefs, row, agreeing, n, passes) >> SHIFT
+        before, agreeing = agreeing, _agreeing(offers, row, c, n, agreeing)
+        survival = survival * _chance_of_token(offers, beliefs, row, c, n, before, agreeing, passes) >> SHIFT
         if survival <= prices.least[start + n]:
             break
         value += survival - (prices.totals[start + n + 1] - prices.totals[start + n])
@@ -369,8 +409,8 @@ def _value_of_drafts(
         value += survival
     agreeing = ALL_CHAINS
     for n in range(size):
-        agreeing = _agreeing(offers, row, chain, n, agreeing)
-        survival = survival * _chance_of_chains(offers, beliefs, row, agreeing, n, passes) >> SHIFT
+        before, agreeing = agreeing, _agreeing(offers, row, chain, n, agreeing)
+        survival = survival * _chance_of_token(offers, beliefs, row, chain, n, before, agreeing, passes) >> SHIFT
         value += survival
     return value
 
@@ -425,9 +465,9 @@ def choose(
                 chosen.chances[i, k] = _chance_of_model(offers, beliefs, row, k, passes)
             else:
                 n = k - num_model
-                agreeing = _agreeing(offers, row, chain, n, agreeing)
+                before, agreeing = agreeing, _agreeing(offers, row, chain, n, agreeing)
                 chosen.token_ids[i, k] = offers.chains[row, chain, n]
-                chosen.chances[i, k] = _chance_of_chains(offers, beliefs, row, agreeing, n, passes)
+                chosen.chances[i, k] = _chance_of_token(offers, beliefs, row, chain, n, before, agreeing, passes)
         for k in range(num_drafts, chosen.token_ids.shape[1]):
             chosen.token_ids[i, k], chosen.chances[i, k] = -1, 0
 
@@ -466,6 +506,47 @@ def _count(table: Table, record: Record, key: int, row: int, source: int, hit: b
 
 
 @compiled(allocates=False, forceinline=True)
+def _best_copied(offers: Offers, chances: np.ndarray, row: int, which: int, n: int) -> int:
+    """The best chance of token n of some chains, a bit for each, whatever the model says and the request's record."""
+    best = 0
+    for c in range(len(offers.starts)):
+        if which >> c & 1:
+            best = max(best, chances[_copied_key(offers, row, c, n)])
+    return best
+
+
+@compiled(allocates=False, forceinline=True)
+def _count_opposed(
+    opposed: Record,
+    offers: Offers,
+    chances: np.ndarray,
+    row: int,
+    c: int,
+    n: int,
+    agreeing: int,
+    rivals: int,
+    hit: bool,
+) -> None:
+    """Count token n of a chain that has rivals there; see `_rivals`."""
+    chance = _best_copied(offers, chances, row, agreeing, n)
+    rival = _best_copied(offers, chances, row, rivals, n)
+    which = DISPUTED + offers.sources[c]
+    opposed.trials[0, which] += ONE
+    opposed.expected[0, which] += _chance_against(chance, rival)
+    opposed.hits[0, which] += hit * ONE
+
+
+@compiled(allocates=False, forceinline=True)
+def _forget(record: Record, row: int) -> None:
+    """Halve what a row of a record has of each source until no more hits are expected than are kept."""
+    for which in range(NUM_RECORDS):
+        while record.expected[row, which] >= MAX_EXPECTED:
+            record.trials[row, which] >>= 1
+            record.expected[row, which] >>= 1
+            record.hits[row, which] >>= 1
+
+
+@compiled(allocates=False, forceinline=True)
 def _note_foregone(
     offers: Offers, beliefs: Beliefs, row: int, right: int, num_new: int, token_id: int, foregone: Foregone
 ) -> None:
@@ -495,6 +576,7 @@ def judge(
     offers: Offers,
     table: Table,
     record: Record,
+    opposed: Record,
     foregone: Foregone,
 ) -> int:
     """Judge what was offered by the tokens that have come since; see `Arbiter.begin_step`.
@@ -507,6 +589,7 @@ def judge(
         offers: of the last step.
         table: takes the new hits and trials.
         record: takes what each source has tried, was expected to hit, and has hit.
+        opposed: likewise, in row 0, where chains differ.
         foregone: gets what is told of each request's next pass.
 
     Returns:
@@ -525,15 +608,20 @@ def judge(
         while right < min(passes, num_new) and offers.model[row, right] == token_ids[i, first + right]:
             right += 1
         next_token = token_ids[i, first + min(passes, num_new - 1)]
-        _note_foregone(offers, Beliefs(table.chances, record), row, right, num_new, next_token, foregone)
+        _note_foregone(offers, Beliefs(table.chances, record, opposed), row, right, num_new, next_token, foregone)
         for place in range(min(right + 1, passes, num_new)):
             _count(table, record, _model_key(offers, row, place, passes), row, MODEL, place < right)
         for c in range(len(offers.starts)):
             start = offers.starts[c]
             if start > right or (start > 0 and _repeats(offers, row, c)):
                 continue
+            agreeing = ALL_CHAINS
             for n in range(min(offers.lengths[row, c], num_new - start)):
                 hit = offers.chains[row, c, n] == token_ids[i, first + start + n]
+                before, agreeing = agreeing, _agreeing(offers, row, c, n, agreeing)
+                rivals = _rivals(offers, row, c, n, before, agreeing)
+                if rivals != 0:
+                    _count_opposed(opposed, offers, table.chances, row, c, n, agreeing, rivals, hit)
                 key = _chain_key(offers, row, c, n, passes)
                 is_models, is_beside_model = key < DIFFERED, key < COPIED
                 if is_beside_model:
@@ -543,11 +631,9 @@ def judge(
                     _count(table, record, key, row, offers.sources[c], hit)
                 if not hit:
                     break
-        for which in range(NUM_RECORDS):
-            while record.expected[row, which] >= MAX_EXPECTED:
-                record.trials[row, which] >>= 1
-                record.expected[row, which] >>= 1
-                record.hits[row, which] >>= 1
+        _forget(record, row)
+    # After the whole batch, so that the order of its requests does not matter.
+    _forget(opposed, 0)
     return total
 
 
@@ -725,6 +811,7 @@ def to_addresses(
     offers: Offers,
     table: Table,
     record: Record,
+    opposed: Record,
     gains: Gains,
     foregone: Foregone,
     prices: np.ndarray,
@@ -737,9 +824,10 @@ def to_addresses(
         credits: [R] int64.
         offers, table, record, gains, foregone, list_prices: as their classes say. All arrays are C-contiguous, and
             live as long as the result.
+        opposed: of `Beliefs`.
         prices: [S] int64, of each pass.
     """
-    arrays = offer_positions, credits, *offers[:-1], *table, *record, *gains, *foregone, prices, *list_prices
+    arrays = offer_positions, credits, *offers[:-1], *table, *record, *opposed, *gains, *foregone, prices, *list_prices
     (num_rows, num_passes), (num_chains, num_slots) = offers.model.shape, offers.chains.shape[1:]
     sizes = num_rows, num_passes, num_chains, num_slots, offers.is_blind
     return np.array([*(array.ctypes.data for array in arrays), *sizes], np.int64)
@@ -748,7 +836,8 @@ def to_addresses(
 _OFFER_POSITIONS, _CREDITS, _OFFERS = 0, 1, 2
 _TABLE = _OFFERS + len(Offers._fields) - 1
 _RECORD = _TABLE + len(Table._fields)
-_GAINS = _RECORD + len(Record._fields)
+_OPPOSED = _RECORD + len(Record._fields)
+_GAINS = _OPPOSED + len(Record._fields)
 _FOREGONE = _GAINS + len(Gains._fields)
 _PRICES = _FOREGONE + len(Foregone._fields)
 _LIST_PRICES = _PRICES + 1
@@ -789,13 +878,23 @@ def _table_in(state: np.ndarray) -> Table:
 
 
 @compiled(forceinline=True)
-def _record_in(state: np.ndarray) -> Record:
-    shape = state[_SIZES], NUM_RECORDS
+def _record_at(state: np.ndarray, where: int, num_rows: int) -> Record:
+    shape = num_rows, NUM_RECORDS
     return Record(
-        nb.carray(to_pointer(state[_RECORD]), shape, np.int64),
-        nb.carray(to_pointer(state[_RECORD + 1]), shape, np.int64),
-        nb.carray(to_pointer(state[_RECORD + 2]), shape, np.int64),
+        nb.carray(to_pointer(state[where]), shape, np.int64),
+        nb.carray(to_pointer(state[where + 1]), shape, np.int64),
+        nb.carray(to_pointer(state[where + 2]), shape, np.int64),
     )
+
+
+@compiled(forceinline=True)
+def _record_in(state: np.ndarray) -> Record:
+    return _record_at(state, _RECORD, state[_SIZES])
+
+
+@compiled(forceinline=True)
+def _opposed_in(state: np.ndarray) -> Record:
+    return _record_at(state, _OPPOSED, 1)
 
 
 @compiled(forceinline=True)
@@ -857,8 +956,8 @@ def begin_step(state: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray,
     """
     offers, table = _offers_in(state), _table_in(state)
     positions = _per_request(state, _OFFER_POSITIONS)
-    record, foregone = _record_in(state), _foregone_in(state)
-    num_new = judge(token_ids, num_tokens, rows, positions, offers, table, record, foregone)
+    record, opposed, foregone = _record_in(state), _opposed_in(state), _foregone_in(state)
+    num_new = judge(token_ids, num_tokens, rows, positions, offers, table, record, opposed, foregone)
     update_chances(table)
     credits, is_anyone_awake = _per_request(state, _CREDITS), False
     for i in range(len(rows)):
@@ -925,7 +1024,8 @@ def choose_and_settle(
     values = np.empty((len(rows), offers.model.shape[1] + 1), np.int64)
     num_drafts, num_model, source, token_ids = table[:, 0], table[:, 1], table[:, 2], table[:, 3:]
     chosen = Chosen(token_ids, num_drafts, num_model, source, values, np.empty(token_ids.shape, np.int64))
-    choose(rows, limits, offers, Beliefs(_table_in(state).chances, _record_in(state)), _list_prices_in(state), chosen)
+    beliefs = Beliefs(_table_in(state).chances, _record_in(state), _opposed_in(state))
+    choose(rows, limits, offers, beliefs, _list_prices_in(state), chosen)
     fate, value = NO_DRAFTS, 0
     for i in range(len(rows)):
         positions[rows[i]] = num_tokens[i]

@@ -40,6 +40,10 @@ Where the model and the chains differ, that text may side with either: a list co
 source has a second record of these drafts alone. A text has few of them, so this record begins as if two hits had been
 expected and had come, and two misses.
 
+Where chains differ, at most one is right. So the chance of a token is that among the cases in which it and the best
+other one are not both right. Chains know of each other, though: a copy that has gone on for long is seldom left for a
+guess. So a third record says of each source how often it was right there, in all requests together.
+
 Passes of the draft model are bought in the same way. What the k-th pass adds to the best chain's value is averaged, by
 the agreement that speaks for the history. Where it adds less than it costs, it is left out, but for a step now and
 then. That step comes the sooner the less is known of the pass. In between the text tells of the first pass left out. It
@@ -292,6 +296,7 @@ class Arbiter:
             is_blind=is_blind,
         )
         self._record = _arbiter.Record(*np.zeros((3, max_num_reqs, _arbiter.NUM_RECORDS), np.int64))
+        self._opposed = _arbiter.Record(*np.zeros((3, 1, _arbiter.NUM_RECORDS), np.int64))
         self._offer_positions = np.full(max_num_reqs, _arbiter.NO_OFFERS, np.int64)
         self._state_rows = StateRows(max_num_reqs)
 
@@ -313,6 +318,7 @@ class Arbiter:
             self._offers,
             self.table,
             self._record,
+            self._opposed,
             self._gains,
             self._foregone,
             self._pass_prices,

@@ -102,9 +102,10 @@ class Pair:
             sums_and_trials += [trials * self.integers(-ONE // 4, ONE, by_length), trials]
         self.gains = spec.Gains(*sums_and_trials, self.integers(0, spec.PASS_PERIOD, spec.NUM_LENGTHS))
         counts = [0, ONE, 2 * spec.MAX_EXPECTED - ONE, 9 * spec.MAX_EXPECTED]
-        trials = self.random.choice(counts, (NUM_ROWS, spec.NUM_RECORDS))
-        expected, hits = (trials * self.integers(0, 9, trials.shape) // 8 for _ in range(2))
-        self.record = spec.Record(trials, expected, hits)
+        for name, num_rows in (("record", NUM_ROWS), ("opposed", 1)):
+            trials = self.random.choice(counts, (num_rows, spec.NUM_RECORDS))
+            expected, hits = (trials * self.integers(0, 9, trials.shape) // 8 for _ in range(2))
+            setattr(self, name, spec.Record(trials, expected, hits))
         self.foregone = spec.Foregone(np.full(NUM_ROWS, spec.NO_PASS), np.zeros(NUM_ROWS, np.int64))
         self.offer_positions = np.full(NUM_ROWS, spec.NO_OFFERS)
         self.credits = self.random.choice([spec.ASLEEP, 0, ONE, MOST_CREDIT, MOST_CREDIT], NUM_ROWS)
@@ -120,7 +121,7 @@ class Pair:
         state = self.kernels
         pairs = [*zip(state.offers, self.offers[:-1], strict=True), *zip(state.table, self.table, strict=True)]
         pairs += [*zip(state.gains, self.gains, strict=True), *zip(state.record, self.record, strict=True)]
-        pairs += zip(state.foregone, self.foregone, strict=True)
+        pairs += [*zip(state.foregone, self.foregone, strict=True), *zip(state.opposed, self.opposed, strict=True)]
         for tensor, array in [*pairs, (state.offer_positions, self.offer_positions), (state.credits, self.credits)]:
             tensor.copy_(torch.from_numpy(array))
 
@@ -130,7 +131,7 @@ class Pair:
         pairs = [(name, getattr(state.offers, name), array) for name, array in named]
         pairs += [(name, getattr(state.table, name), array) for name, array in self.table._asdict().items()]
         pairs += [(name, getattr(state.record, name), array) for name, array in self.record._asdict().items()]
-        for group in ("gains", "foregone"):
+        for group in ("opposed", "gains", "foregone"):
             arrays = getattr(self, group)._asdict().items()
             pairs += [(f"{group}.{name}", getattr(getattr(state, group), name), array) for name, array in arrays]
         pairs += [(name, getattr(state, name), getattr(self, name)) for name in ("offer_positions", "credits")]
@@ -193,7 +194,7 @@ class Pair:
         num_new = torch.tensor([1000])
         num_tokens = self.num_tokens[rows]
         prices = np.zeros(self.num_steps, np.int64)
-        groups = self.offers, self.table, self.record, self.gains, self.foregone
+        groups = self.offers, self.table, self.record, self.opposed, self.gains, self.foregone
         state = spec.to_addresses(self.offer_positions, self.credits, *groups, prices, self.list_prices(0))
         total, is_anyone_awake = spec.begin_step(state, self.token_ids[rows], num_tokens, rows)
         assert is_anyone_awake == np.any(self.credits[rows] != spec.ASLEEP)
@@ -223,7 +224,7 @@ class Pair:
             np.full((len(rows), self.num_steps + 1), SENTINEL),
             np.full((len(rows), self.width), SENTINEL),
         )
-        beliefs = spec.Beliefs(self.table.chances, self.record)
+        beliefs = spec.Beliefs(self.table.chances, self.record, self.opposed)
         spec.choose(rows, limits[is_request], self.offers, beliefs, self.list_prices(slot_price), expected)
         self.assert_chances_give_the_value(rows, expected, slot_price)
         self.offer_positions[rows] = self.num_tokens[rows]
@@ -397,7 +398,7 @@ def test_a_new_state_is_that_of_a_new_arbiter():
     )
     # All but the chances, which the first step computes before it chooses.
     groups = [(made.offers, pair._offers[:-1]), (made.table[:-1], pair.table[:-1]), (made.gains, pair._gains)]
-    groups += [(made.record, pair._record), (made.foregone, pair._foregone)]
+    groups += [(made.record, pair._record), (made.opposed, pair._opposed), (made.foregone, pair._foregone)]
     groups.append(((made.offer_positions, made.credits), (pair._offer_positions, pair._credits)))
     for tensors, arrays in groups:
         for tensor, array in zip(tensors, arrays, strict=True):

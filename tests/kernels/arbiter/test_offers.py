@@ -95,7 +95,7 @@ class Pair:
         self.credits[[self.rows[i] for i in asleep]] = spec.ASLEEP
         self.kernels.credits.copy_(torch.from_numpy(self.credits))
         unused = np.zeros(0, np.int64)
-        groups = (spec.Table(*[unused] * 6), spec.Record(*[unused] * 3), spec.Gains(*[unused] * 5))
+        groups = (spec.Table(*[unused] * 6), *[spec.Record(*[unused] * 3)] * 2, spec.Gains(*[unused] * 5))
         groups += (spec.Foregone(unused, unused),)
         self.state = spec.to_addresses(
             unused,
@@ -417,6 +417,8 @@ class Steps:
             assert self.state.credits[self.rows[name]] == self.credit(name)
             for tensor, array in zip(self.state.record, self.arbiter._record, strict=True):
                 np.testing.assert_array_equal(tensor.numpy()[self.rows[name]], array[self.row_in_arbiter(name)])
+        for tensor, array in zip(self.state.opposed, self.arbiter._opposed, strict=True):
+            np.testing.assert_array_equal(tensor.numpy(), array)
         for tensor, array in zip(self.state.table, self.arbiter.table, strict=True):
             np.testing.assert_array_equal(tensor.numpy(), array)
         for tensor, array in zip(self.state.gains[:2], self.arbiter._gains[:2], strict=True):

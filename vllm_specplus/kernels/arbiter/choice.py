@@ -10,6 +10,8 @@ import triton.language as tl
 
 from vllm_specplus import sources
 from vllm_specplus.kernels.arbiter.keys import (
+    against,
+    beside,
     copied_keys,
     factors,
     first_keys,
@@ -19,7 +21,7 @@ from vllm_specplus.kernels.arbiter.keys import (
     scaled,
 )
 from vllm_specplus.kernels.arbiter.offers import NgramMatches, write_matches
-from vllm_specplus.kernels.arbiter.state import ONE, SETTLED, SHIFT, State
+from vllm_specplus.kernels.arbiter.state import DISPUTED, ONE, SETTLED, SHIFT, State
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, store_counts
 
 _MODEL = tl.constexpr(sources.MODEL)
@@ -77,6 +79,7 @@ def choose(
             state.offers,
             state.table.chances,
             state.record,
+            state.opposed,
             state.offer_positions,
             num_tokens,
             idx_mapping,
@@ -103,6 +106,7 @@ def _choose_kernel(
     offers,  # Offers, changed in place where there are keys
     chances_ptr,
     record,  # Record
+    opposed,  # Record
     positions_ptr,  # changed in place
     num_tokens_ptr,
     idx_mapping_ptr,
@@ -152,7 +156,7 @@ def _choose_kernel(
         before = tl.where(chains.starts == place + 1, survival, before)
 
     rooms = tl.minimum(chains.lengths, limit - chains.starts)
-    known = _chances_of_chains(offers, record, row, chains, chances_ptr, rooms, sizes)
+    known = _chances_of_chains(offers, record, opposed, row, chains, chances_ptr, rooms, sizes)
     worth = _value_chains(known, price, rooms, before, sizes)
     # What the best chain behind each number of the model's drafts adds: with the next draft known, and without it. That
     # draft also tells more of the chain which is the best without it.
@@ -196,7 +200,7 @@ def _choose_kernel(
 
 
 class _ChainChances(NamedTuple):
-    """The chance of each token of each chain; of those that say the same so far, the best one. 0 past a chain's room.
+    """The chance of each token of each chain, with what other chains say. 0 past a chain's room.
 
     copied: [BLOCK_CHAINS, BLOCK_WIDTH] int64, where the model says nothing. first: [BLOCK_CHAINS] int64, of the first
     token, with what the model's drafts tell.
@@ -207,7 +211,7 @@ class _ChainChances(NamedTuple):
 
 
 @triton.jit
-def _chances_of_chains(offers, record, row, chains, chances_ptr, rooms, sizes):
+def _chances_of_chains(offers, record, opposed, row, chains, chances_ptr, rooms, sizes):
     """The `_ChainChances` of a request's chains, of which `rooms`, [BLOCK_CHAINS] int32, may be taken."""
     which, slots = tl.arange(0, sizes.BLOCK_CHAINS), tl.arange(0, sizes.BLOCK_WIDTH)
     is_token = slots[None, :] < rooms[:, None]
@@ -226,16 +230,13 @@ def _chances_of_chains(offers, record, row, chains, chances_ptr, rooms, sizes):
 
     p_chains = offers.chains + row * sizes.NUM_CHAINS * sizes.WIDTH
     tokens = tl.load(p_chains + which[:, None] * sizes.WIDTH + slots[None, :], mask=is_token, other=-1)
-    copied, first = own, own_first
-    for other in range(sizes.NUM_CHAINS):
-        is_other = which == other
-        says = tl.sum(tl.where(is_other[:, None], tokens, 0), axis=0)
-        is_same = (tokens == says[None, :]) & is_token & (chains.starts == _take(chains.starts, other))[:, None]
-        agreeing = tl.min(tl.where(is_same, sizes.BLOCK_WIDTH, slots[None, :]), axis=1)
-        chance = tl.sum(tl.where(is_other[:, None], own, 0), axis=0)
-        copied = tl.maximum(copied, tl.where(slots[None, :] < agreeing[:, None], chance[None, :], 0))
-        first = tl.maximum(first, tl.where(agreeing > 0, _take(own_first, other), 0))
-    return _ChainChances(copied, first)
+    others = beside(own, own_first, tokens, is_token, chains.starts, sizes)
+    by_source = factors(opposed, tl.full((), 0, tl.int64), chains.sources + DISPUTED)
+    copied = scaled(against(others.best, others.rival), by_source[:, None])
+    first = scaled(against(others.best_first, others.rival_first), by_source)
+    return _ChainChances(
+        tl.where(others.rival >= 0, copied, others.best), tl.where(others.rival_first >= 0, first, others.best_first)
+    )
 
 
 @triton.jit

@@ -8,6 +8,8 @@ import triton.language as tl
 
 from vllm_specplus import sources
 from vllm_specplus.kernels.arbiter.keys import (
+    against,
+    beside,
     class_of_history,
     copied_keys,
     factors,
@@ -24,6 +26,7 @@ from vllm_specplus.kernels.arbiter.state import (
     CONTRARY,
     COPIED,
     DERIVED_TRIALS,
+    DISPUTED,
     MAX_EXPECTED,
     MAX_MISSES,
     MAX_TRIALS,
@@ -76,6 +79,7 @@ def judge_and_offer(
             state.offers,
             state.table,
             state.record,
+            state.opposed,
             state.foregone,
             state.offer_positions,
             num_new,
@@ -97,6 +101,7 @@ def _judge_kernel(
     offers,  # Offers, changed in place
     table,  # Table, changed in place
     record,  # Record, changed in place
+    opposed,  # Record, changed in place
     foregone,  # Foregone, changed in place
     positions_ptr,
     num_new_ptr,  # changed in place
@@ -113,17 +118,19 @@ def _judge_kernel(
     i_req = tl.program_id(0).to(tl.int64)
     row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
     if row >= 0:
-        _judge(texts, offers, table, record, foregone, positions_ptr, num_new_ptr, row, sizes)
+        _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_new_ptr, row, sizes)
         _offer_model(offers, credits_ptr, limits, drafts_ptr + i_req * drafts_stride, num_passes, i_req, row, sizes)
     tl.debug_barrier()  # all that this program has counted comes before its place among those that have ended
     if tl.atomic_add(num_judged_ptr, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()  # and what the others have counted is read after it
         _update(table, BLOCK_KEYS)
+        nothing = tl.zeros([_BLOCK_RECORDS], tl.int64)
+        _add_to_record(opposed, tl.full((), 0, tl.int64), nothing, nothing, nothing, True)
         tl.store(num_judged_ptr, 0)
 
 
 @triton.jit
-def _judge(texts, offers, table, record, foregone, positions_ptr, num_new_ptr, row, sizes):
+def _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_new_ptr, row, sizes):
     """Judge the offers of a request, count them, and take away the chains."""
     first = tl.load(positions_ptr + row)
     num_new = tl.minimum(tl.load(texts.num_tokens_ptr + row), texts.max_len) - first
@@ -162,6 +169,7 @@ def _judge(texts, offers, table, record, foregone, positions_ptr, num_new_ptr, r
     is_hit = is_judged & (tokens == tl.load(p_new + at, mask=is_judged, other=0))
     is_judged = is_judged & (slots <= _num_first(is_hit, sizes.BLOCK_WIDTH)[:, None])
     keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots)
+    _count_opposed(opposed, table, chains, keys, tokens, is_token, is_judged, is_hit, sizes)
     keys_of_first = first_keys(chains, sizes)
     if not sizes.IS_BLIND:
         # Whatever the model says, it tells of the source.
@@ -210,6 +218,21 @@ def _count(table, keys, is_judged, is_hit):
     tl.atomic_add(table.new_trials + keys, one, mask=is_judged)
     tl.atomic_add(table.new_hits + keys, one, mask=is_judged & is_hit)
     return tl.load(table.chances + keys, mask=is_judged, other=0)
+
+
+@triton.jit
+def _count_opposed(opposed, table, chains, keys, tokens, is_token, is_judged, is_hit, sizes):
+    """Count the tokens of chains, [BLOCK_CHAINS, BLOCK_WIDTH], that are judged and have rivals."""
+    own = tl.load(table.chances + keys, mask=is_token, other=0)
+    others = beside(own, tl.zeros_like(chains.starts).to(tl.int64), tokens, is_token, chains.starts, sizes)
+    is_counted = is_judged & (others.rival >= 0)
+    at = chains.sources + DISPUTED
+    trials = tl.sum(is_counted.to(tl.int64), axis=1)
+    expected = tl.sum(tl.where(is_counted, against(others.best, others.rival), 0), axis=1)
+    hits = tl.sum((is_counted & is_hit).to(tl.int64), axis=1)
+    tl.atomic_add(opposed.trials + at, trials * ONE, mask=trials > 0)
+    tl.atomic_add(opposed.expected + at, expected, mask=trials > 0)
+    tl.atomic_add(opposed.hits + at, hits * ONE, mask=trials > 0)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ PRIOR_DISPUTED = tl.constexpr(2 * ONE.value)
 PRIOR_DISPUTED_MISSES = tl.constexpr(2 * ONE.value)
 LUCKY_DISPUTED_MISSES = tl.constexpr(1 * ONE.value)
 MAX_EXPECTED = tl.constexpr(32 * ONE.value)
+DOUBT = tl.constexpr(ONE.value >> 8)
 MAX_GAIN_TRIALS = tl.constexpr(64)
 PRIOR_GAIN = tl.constexpr(ONE.value * 3 // 10)
 PRIOR_GAIN_TRIALS = tl.constexpr(2)
@@ -72,7 +73,7 @@ class Table(NamedTuple):
 
 
 class Record(NamedTuple):
-    """How each source has done in each request, as in the specification: [R, NUM_RECORDS] int64 each."""
+    """How each source has done, as in the specification: [R, NUM_RECORDS] int64 each, or [1, NUM_RECORDS]."""
 
     trials: torch.Tensor
     expected: torch.Tensor
@@ -123,6 +124,7 @@ class State(NamedTuple):
     """All that lasts from step to step. Tensors are contiguous; see `make_state`.
 
     offers: written by the sources between `judge_and_offer` and `choose`.
+    record: of each request. opposed: of all together, where chains differ.
     offer_positions: [R] int64, where in its text each request's offers begin; NO_OFFERS: there are none.
     credits: [R] int64 in the time of a step; ASLEEP for a request that has given the draft model up.
     num_judged: [1] int32, programs of a running `judge_and_offer` that have counted; 0 between the calls.
@@ -133,6 +135,7 @@ class State(NamedTuple):
     offers: Offers
     table: Table
     record: Record
+    opposed: Record
     gains: Gains
     foregone: Foregone
     offer_positions: torch.Tensor
@@ -182,7 +185,7 @@ def make_state(
     new_hits, new_trials, misses = (torch.zeros_like(prior) for _ in range(3))
     trials = torch.full_like(prior, PRIOR_TRIALS.value)
     table = Table(new_hits, new_trials, prior * trials // ONE.value, trials, misses, prior.clone())
-    record = Record(*zeros(3, max_num_reqs, NUM_RECORDS.value))
+    record, opposed = (Record(*zeros(3, num_rows, NUM_RECORDS.value)) for num_rows in (max_num_reqs, 1))
     sums, gain_trials, told_sums, told_trials = zeros(4, NUM_LENGTHS.value, num_model_steps)
     gains = Gains(sums, gain_trials, told_sums, told_trials, zeros(NUM_LENGTHS.value))
     foregone = Foregone(zeros(max_num_reqs) + NO_PASS.value, zeros(max_num_reqs))
@@ -197,7 +200,7 @@ def make_state(
         zeros(max_num_reqs, num_speculative_tokens),
     )
     credits = zeros(max_num_reqs)
-    return State(offers, table, record, gains, foregone, offer_positions, credits, num_judged, scratch, sizes)
+    return State(offers, table, record, opposed, gains, foregone, offer_positions, credits, num_judged, scratch, sizes)
 
 
 def check_texts(token_ids: torch.Tensor, num_tokens: torch.Tensor, max_num_reqs: int) -> None:
