@@ -36,7 +36,7 @@ class StandIn:
     def warm_up(self, concurrency: int) -> None:
         return None
 
-    def run(self, order: Sequence[int], concurrency: int, temperature: float) -> Run:
+    def run(self, order: Sequence[int], concurrency: int, temperature: float, before: Sequence[int]) -> Run:
         self.num_runs += 1
         if self.fault == "killed" and self.num_runs == 2:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -77,7 +77,11 @@ def test_no_prompt_is_drafted_from_its_own_answer(
         "suffix drafts from all earlier answers, and at --concurrency 4 prompts come again: "
         'it needs 11 prompts, not 8, or "suffix_decoding_scope": "salt"\n'
     )
-    assert compare(model, json.dumps(values), options=("--concurrency", "1", "--repeat", "1")) == 0
+    assert compare(model, json.dumps(values), options=("--concurrency", "1,3", "--repeat", "1")) == 0
+    prompts = model.parent / "prompts.txt"
+    for number, code in ((10, 2), (11, 0)):
+        prompts.write_text("a\n" * number)
+        assert compare(model, json.dumps(values), options=(*options, "--prompts", str(prompts))) == code
     for sound in ({"suffix_decoding_scope": "salt"}, {"suffix_decoding_max_cached_requests": 0}):
         assert compare(model, json.dumps(values | sound), options=options) == 0
 

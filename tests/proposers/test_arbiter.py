@@ -715,6 +715,21 @@ def test_a_source_is_known_while_the_model_is_awake() -> None:
     assert trials == [_arbiter.PRIOR_TRIALS + _arbiter.TRIAL] * 2
 
 
+def test_what_is_counted_where_sources_differ() -> None:
+    """Behind a token that both say, each says another one; the first is right, and the text ends the chains."""
+    play = Play([(NGRAM, 0), (SUFFIX, 0)], 3)
+    play.step({0: ([1, 2, 3], 3), 1: ([1, 4, 5], 6)})
+    chances = [int(play.arbiter.table.chances[COPIED + at]) for at in (length_class(4), NUM_LENGTHS + length_class(7))]
+    play.text += [1, 2, 9]
+    play.begin()
+    trials, expected, hits = (numbers[0] for numbers in play.arbiter._opposed)
+    which = [_arbiter.DISPUTED + source for source in (NGRAM, SUFFIX)]
+    assert trials[which].tolist() == [ONE, ONE]
+    assert expected[which].tolist() == [against(*chances), against(*chances[::-1])]
+    assert hits[which].tolist() == [ONE, 0]
+    assert trials.sum() == 2 * ONE
+
+
 @pytest.mark.parametrize(
     ("chain", "model", "derived"), [(1.0, 0.8, 1.0), (0.0, 0.8, 0.0), (0.5, 0.5, 1 / 3), (0.9, 1.0, 0.0)]
 )

@@ -107,7 +107,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _check_repeated(plan: Plan) -> None:
     """Refuse configurations that would draft a prompt's answer from the same prompt's answer before."""
     for level in plan.concurrency:
-        needed = len(plan.order(level)) + level - 1
+        needed = plan.num_needed(level)
         for configuration in plan.configurations:
             if needed > len(plan.prompts) and configuration.shares_answers:
                 raise RefusedError(

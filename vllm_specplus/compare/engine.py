@@ -109,7 +109,7 @@ class Session:
         """Run the prompts for a short while, so that nothing is compiled in a measured run."""
         self._drain(range(len(self._prompts)), concurrency, 0.0, min(_WARM_UP_TOKENS, self._max_tokens))
 
-    def run(self, order: Sequence[int], concurrency: int, temperature: float) -> Run:
+    def run(self, order: Sequence[int], concurrency: int, temperature: float, before: Sequence[int] = ()) -> Run:
         """Answer prompts, of which at most `concurrency` are in the engine at once.
 
         No answer of an earlier run is left in suffix trees, and no prompt in the prefix cache. A prompt that comes
@@ -119,15 +119,16 @@ class Session:
             order: numbers of prompts.
             concurrency: most requests at once.
             temperature: of the sampling.
+            before: numbers of those that fill places before the first; by default the last ones of `order`.
         """
         self._forget_past_runs()
-        before = self._counts()
-        every = self._drain(order, concurrency, temperature, self._max_tokens)
+        counts = self._counts()
+        every = self._drain(order, concurrency, temperature, self._max_tokens, before=before)
         requests = every[: len(order)]
         seconds = sum(request.ended - request.began for request in requests) / min(concurrency, len(order))
         steps = [size for request in every for size in request.step_sizes[1:]]
         token_ids = [request.token_ids for request in requests]
-        return Run(seconds, token_ids, len(steps), sum(steps), self._counts() - before)
+        return Run(seconds, token_ids, len(steps), sum(steps), self._counts() - counts)
 
     def profile(self, temperature: float) -> Profile:
         """Answer the prompts one at a time; find out where the time goes, and who drafted each token."""
@@ -196,12 +197,13 @@ class Session:
         max_tokens: int,
         by_step: list[dict[str, int]] | None = None,
         timer: SplitTimer | None = None,
+        before: Sequence[int] = (),
     ) -> list[_Request]:
         """Answer prompts; add the accepted drafts by source of each step to `by_step`, if one of them has any.
 
-        Before the first ones, the last prompts of `order` begin answers that fill all places but one, each cut off at
-        another length. Otherwise all answers would begin at once, and go on side by side. Behind the last one prompts
-        come again until all answers are complete, so that the places are always taken. What came again is aborted then.
+        Before the first ones others begin, see `run`, that fill all places but one. Each may have more tokens than the
+        last. Otherwise all answers would begin at once, and go on side by side. Behind the last one prompts come again
+        until all answers are complete, so that the places are always taken. What came again is aborted then.
 
         Returns:
             The requests of `order`, and behind them those that came again or before.
@@ -209,7 +211,7 @@ class Session:
         places, numbers, num_open = min(concurrency, len(order)), cycle(order), len(order)
         copies: Counter[int] = Counter()
         running: dict[str, _Request] = {}
-        before = self._counts() if by_step is not None else Counts()
+        counts = self._counts() if by_step is not None else Counts()
         now = time.perf_counter()
 
         def begin(number: int, max_tokens: int, salt: str) -> _Request:
@@ -219,7 +221,8 @@ class Session:
 
         requests = list[_Request]()
         before_first = [
-            begin(order[-place], max(max_tokens * place // places, 1), f"before {place}") for place in range(1, places)
+            begin((before or order)[-place], max(max_tokens * place // places, 1), f"before {place}")
+            for place in range(1, places)
         ]
         while num_open:
             while len(running) < places:
@@ -238,9 +241,9 @@ class Session:
             num_open = len(order) - sum(request.ended > 0.0 for request in requests[: len(order)])
             if by_step is not None:
                 after = self._counts()
-                if (after - before).num_accepted:
-                    by_step.append({source: sum(row) for source, row in (after - before).accepted.items()})
-                before = after
+                if (after - counts).num_accepted:
+                    by_step.append({source: sum(row) for source, row in (after - counts).accepted.items()})
+                counts = after
         self._engine.abort_request([*running])
         return requests + before_first
 

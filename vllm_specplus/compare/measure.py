@@ -41,7 +41,17 @@ class Plan:
 
     def order(self, concurrency: int) -> list[int]:
         """The prompts of a run, by number."""
-        return in_places(range(len(self.prompts)), concurrency)
+        return in_places(range(len(self.prompts) - len(self.before(concurrency))), concurrency)
+
+    def before(self, concurrency: int) -> list[int]:
+        """The last prompts, which fill places before a run's first, where `num_needed` says that there are enough."""
+        is_enough = len(self.prompts) >= self.num_needed(concurrency)
+        return list(range(len(self.prompts))[1 - concurrency :]) if concurrency > 1 and is_enough else []
+
+    @staticmethod
+    def num_needed(concurrency: int) -> int:
+        """How many prompts a run has to have so that none comes more than once while it is timed."""
+        return 3 * concurrency - 1 if concurrency > 1 else 1
 
     def turns(self) -> Iterator[tuple[int, int, Configuration]]:
         """Repeat, concurrency and configuration of each run; every second repeat goes backwards."""
@@ -125,7 +135,9 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
             if name in measurements.failures:
                 continue
             with _noting_failures(configuration, measurements, engines):
-                run = engines.get(configuration).call("run", plan.order(level), level, plan.temperature)
+                run = engines.get(configuration).call(
+                    "run", plan.order(level), level, plan.temperature, plan.before(level)
+                )
                 measurements.add(name, level, repeat, run)
                 checker.check(configuration, level, run)
         for configuration in plan.configurations:

@@ -96,7 +96,7 @@ class Table(NamedTuple):
 
 
 class Record(NamedTuple):
-    """How each source has done in each request: [R, NUM_RECORDS] int64 each, in units of 1 / ONE.
+    """How each source has done in each request, or in all: [R or 1, NUM_RECORDS] int64 each, in units of 1 / ONE.
 
     trials: what was judged. expected: the sum of its chances. hits: what came of it.
     """
@@ -109,8 +109,8 @@ class Record(NamedTuple):
 class Beliefs(NamedTuple):
     """What the chances of drafts go by: those of each key, [NUM_KEYS] int64, and records.
 
-    record: of each request. opposed: of all requests together, [1, NUM_RECORDS] int64 each: how each source has done
-        where chains differ, under DISPUTED.
+    record: of each request. opposed: of all requests together, how each source has done where chains differ. It stands
+        under DISPUTED, as it is to be trusted as soon.
     """
 
     chances: np.ndarray
@@ -319,14 +319,14 @@ def _chance_of_token(
 
 
 @compiled(allocates=False, forceinline=True)
-def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, agreeing: int, n: int, passes: int) -> int:
-    """The chance of token n of chains that agree so far: the best that one of them has.
+def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, which: int, n: int, passes: int) -> int:
+    """The best chance of token n of some chains, a bit for each.
 
     Where the model agrees too, a reference's chance is not less than without the model.
     """
     best = 0
     for c in range(len(offers.starts)):
-        if agreeing >> c & 1:
+        if which >> c & 1:
             source, key = offers.sources[c], _chain_key(offers, row, c, n, passes)
             best = max(best, _chance(beliefs, row, key, source))
             is_models = key < DIFFERED
