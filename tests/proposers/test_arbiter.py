@@ -367,6 +367,13 @@ def steps_with_model(play: Play, num_steps: int, is_right: bool) -> int:
     return passes
 
 
+def test_more_chains_than_a_number_has_bits() -> None:
+    play = Play([(source, start) for start in range(33) for source in (NGRAM, SUFFIX)], 40, 32)
+    play.chances = [ONE] * _arbiter.NUM_KEYS
+    model = [*range(100, 132)]
+    assert play.step({64: ([7, 8, 9], 3), 65: ([7, 8], 3)}, model).to_lists() == [[*model, 7, 8, 9]]
+
+
 def test_a_model_that_never_pays_sleeps() -> None:
     play = Play([], 4, 2)
     play.arbiter.set_prices(Prices(0.05, 1.0, 0.2, 0.2))

@@ -53,7 +53,7 @@ PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
 PRIOR_GAIN_TRIALS = 2
 PASS_PERIOD = 32  # steps until passes that seem useless are made once more
 NO_CHAIN = -1
-ALL_CHAINS = -1  # a bit for each
+ALL_CHAINS = -1  # of a start, a bit for each
 NO_OFFERS = -1
 NO_PASS = -1
 ASLEEP = -1  # the credit of a request that has given the draft model up
@@ -274,13 +274,14 @@ def _chance_of_model(offers: Offers, beliefs: Beliefs, row: int, place: int, pas
 def _agreeing(offers: Offers, row: int, c: int, n: int, agreeing: int) -> int:
     """Which of some chains say what chain `c` says up to its token n, if they do up to the one before.
 
-    `agreeing` and the result have a bit for each chain.
+    `agreeing` and the result have a bit for each chain of the same start, the lowest for the first.
     """
+    bit = 1
     for other in range(len(offers.starts)):
-        if agreeing >> other & 1:
-            same = offers.starts[other] == offers.starts[c] and offers.lengths[row, other] > n
-            if not same or offers.chains[row, other, n] != offers.chains[row, c, n]:
-                agreeing &= ~(1 << other)
+        if offers.starts[other] == offers.starts[c]:
+            if offers.lengths[row, other] <= n or offers.chains[row, other, n] != offers.chains[row, c, n]:
+                agreeing &= ~bit
+            bit <<= 1
     return agreeing
 
 
@@ -290,11 +291,12 @@ def _rivals(offers: Offers, row: int, c: int, n: int, before: int, agreeing: int
 
     before, agreeing: of `_agreeing`, for the token before and for this one.
     """
-    rivals = 0
+    bit, rivals = 1, 0
     for other in range(len(offers.starts)):
-        goes_on = offers.starts[other] == offers.starts[c] and offers.lengths[row, other] > n
-        if goes_on and (before & ~agreeing) >> other & 1:
-            rivals |= 1 << other
+        if offers.starts[other] == offers.starts[c]:
+            if before & ~agreeing & bit and offers.lengths[row, other] > n:
+                rivals |= bit
+            bit <<= 1
     return rivals
 
 
@@ -310,23 +312,27 @@ def _chance_of_token(
     offers: Offers, beliefs: Beliefs, row: int, c: int, n: int, before: int, agreeing: int, passes: int
 ) -> int:
     """The chance of token n of a chain, with what other chains say; for `before` and `agreeing` see `_rivals`."""
-    chance = _chance_of_chains(offers, beliefs, row, agreeing, n, passes)
+    start = offers.starts[c]
+    chance = _chance_of_chains(offers, beliefs, row, start, agreeing, n, passes)
     rivals = _rivals(offers, row, c, n, before, agreeing)
     if rivals == 0:
         return chance
-    chance = _chance_against(chance, _chance_of_chains(offers, beliefs, row, rivals, n, passes))
+    chance = _chance_against(chance, _chance_of_chains(offers, beliefs, row, start, rivals, n, passes))
     return _scaled(chance, _factor(beliefs.opposed, 0, DISPUTED + offers.sources[c]))
 
 
 @compiled(allocates=False, forceinline=True)
-def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, which: int, n: int, passes: int) -> int:
-    """The best chance of token n of some chains, a bit for each.
+def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, start: int, which: int, n: int, passes: int) -> int:
+    """The best chance of token n of some chains of a start; see `_agreeing`.
 
     Where the model agrees too, a reference's chance is not less than without the model.
     """
     best = 0
     for c in range(len(offers.starts)):
-        if which >> c & 1:
+        if offers.starts[c] != start:
+            continue
+        is_meant, which = which & 1, which >> 1
+        if is_meant:
             source, key = offers.sources[c], _chain_key(offers, row, c, n, passes)
             best = max(best, _chance(beliefs, row, key, source))
             is_models = key < DIFFERED
@@ -506,11 +512,14 @@ def _count(table: Table, record: Record, key: int, row: int, source: int, hit: b
 
 
 @compiled(allocates=False, forceinline=True)
-def _best_copied(offers: Offers, chances: np.ndarray, row: int, which: int, n: int) -> int:
-    """The best chance of token n of some chains, a bit for each, whatever the model says and the request's record."""
+def _best_copied(offers: Offers, chances: np.ndarray, row: int, start: int, which: int, n: int) -> int:
+    """The best chance of token n of some chains of a start, whatever the model says and the request's record."""
     best = 0
     for c in range(len(offers.starts)):
-        if which >> c & 1:
+        if offers.starts[c] != start:
+            continue
+        is_meant, which = which & 1, which >> 1
+        if is_meant:
             best = max(best, chances[_copied_key(offers, row, c, n)])
     return best
 
@@ -528,8 +537,8 @@ def _count_opposed(
     hit: bool,
 ) -> None:
     """Count token n of a chain that has rivals there; see `_rivals`."""
-    chance = _best_copied(offers, chances, row, agreeing, n)
-    rival = _best_copied(offers, chances, row, rivals, n)
+    chance = _best_copied(offers, chances, row, offers.starts[c], agreeing, n)
+    rival = _best_copied(offers, chances, row, offers.starts[c], rivals, n)
     which = DISPUTED + offers.sources[c]
     opposed.trials[0, which] += ONE
     opposed.expected[0, which] += _chance_against(chance, rival)
