@@ -231,9 +231,9 @@ def _chances_of_chains(offers, record, opposed, row, chains, chances_ptr, rooms,
     p_chains = offers.chains + row * sizes.NUM_CHAINS * sizes.WIDTH
     tokens = tl.load(p_chains + which[:, None] * sizes.WIDTH + slots[None, :], mask=is_token, other=-1)
     others = beside(own, own_first, tokens, is_token, chains.starts, sizes)
-    by_source = factors(opposed, tl.full((), 0, tl.int64), chains.sources + DISPUTED)
-    copied = scaled(against(others.best, others.rival), by_source[:, None])
-    first = scaled(against(others.best_first, others.rival_first), by_source)
+    learned = factors(opposed, tl.full((), 0, tl.int64), chains.sources + DISPUTED)
+    copied = scaled(against(others.best, others.rival), learned[:, None])
+    first = scaled(against(others.best_first, others.rival_first), learned)
     return _ChainChances(
         tl.where(others.rival >= 0, copied, others.best), tl.where(others.rival_first >= 0, first, others.best_first)
     )

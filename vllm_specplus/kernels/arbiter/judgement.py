@@ -124,6 +124,7 @@ def _judge_kernel(
     if tl.atomic_add(num_judged_ptr, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()  # and what the others have counted is read after it
         _update(table, BLOCK_KEYS)
+        # What all programs have added is halved where it has grown too large.
         nothing = tl.zeros([_BLOCK_RECORDS], tl.int64)
         _add_to_record(opposed, tl.full((), 0, tl.int64), nothing, nothing, nothing, True)
         tl.store(num_judged_ptr, 0)
