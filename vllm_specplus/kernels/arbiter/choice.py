@@ -21,7 +21,7 @@ from vllm_specplus.kernels.arbiter.keys import (
     scaled,
 )
 from vllm_specplus.kernels.arbiter.offers import NgramMatches, write_matches
-from vllm_specplus.kernels.arbiter.state import DISPUTED, ONE, SETTLED, SHIFT, State
+from vllm_specplus.kernels.arbiter.state import DISPUTED, ONE, SETTLED, SHIFT, Beliefs, State
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, store_counts
 
 _MODEL = tl.constexpr(sources.MODEL)
@@ -77,9 +77,7 @@ def choose(
         texts, keys, num_splits, match_sizes = matches or (None, None, 0, None)
         _choose_kernel[(num_reqs,)](
             state.offers,
-            state.table.chances,
-            state.record,
-            state.opposed,
+            Beliefs(state.table.chances, state.record, state.opposed),
             state.offer_positions,
             num_tokens,
             idx_mapping,
@@ -104,9 +102,7 @@ def choose(
 @triton.jit(do_not_specialize=["num_splits"])
 def _choose_kernel(
     offers,  # Offers, changed in place where there are keys
-    chances_ptr,
-    record,  # Record
-    opposed,  # Record
+    beliefs,  # Beliefs
     positions_ptr,  # changed in place
     num_tokens_ptr,
     idx_mapping_ptr,
@@ -117,7 +113,7 @@ def _choose_kernel(
     by_state,  # out: DraftCounts
     sources_ptr,  # out, by request state
     values_ptr,  # out
-    chances_out_ptr,  # out
+    chances_ptr,  # out
     texts,  # Texts; None without keys
     keys_ptr,
     num_splits,
@@ -143,8 +139,8 @@ def _choose_kernel(
     numbers = tl.arange(0, sizes.BLOCK_STEPS)
     is_drafted = numbers < passes
     keys = model_keys(chains, sizes)
-    chances = tl.load(chances_ptr + keys, mask=is_drafted, other=0)
-    chances = tl.where(is_drafted, scaled(chances, factors(record, row, records_of(keys, _MODEL))), 0)
+    chances = tl.load(beliefs.chances + keys, mask=is_drafted, other=0)
+    chances = tl.where(is_drafted, scaled(chances, factors(beliefs.record, row, records_of(keys, _MODEL))), 0)
     values = tl.zeros_like(chances)
     survival, value = tl.full((), ONE, tl.int64), tl.full((), 0, tl.int64)
     before = tl.where(chains.starts == 0, survival, 0)
@@ -156,7 +152,7 @@ def _choose_kernel(
         before = tl.where(chains.starts == place + 1, survival, before)
 
     rooms = tl.minimum(chains.lengths, limit - chains.starts)
-    known = _chances_of_chains(offers, record, opposed, row, chains, chances_ptr, rooms, sizes)
+    known = _chances_of_chains(offers, beliefs, row, chains, rooms, sizes)
     worth = _value_chains(known, price, rooms, before, sizes)
     # What the best chain behind each number of the model's drafts adds: with the next draft known, and without it. That
     # draft also tells more of the chain which is the best without it.
@@ -196,7 +192,7 @@ def _choose_kernel(
     for n in range(num_drafts - num_model):
         of_chain = tl.where(slots == num_model + n, _take(_nth(known, n), chain), of_chain)
     of_model = _take_each(chances[None, :], tl.where(is_model, slots, -1))
-    tl.store(chances_out_ptr + i_req * sizes.WIDTH + slots, of_model + of_chain, mask=slots < sizes.WIDTH)
+    tl.store(chances_ptr + i_req * sizes.WIDTH + slots, of_model + of_chain, mask=slots < sizes.WIDTH)
 
 
 class _ChainChances(NamedTuple):
@@ -211,17 +207,17 @@ class _ChainChances(NamedTuple):
 
 
 @triton.jit
-def _chances_of_chains(offers, record, opposed, row, chains, chances_ptr, rooms, sizes):
+def _chances_of_chains(offers, beliefs, row, chains, rooms, sizes):
     """The `_ChainChances` of a request's chains, of which `rooms`, [BLOCK_CHAINS] int32, may be taken."""
     which, slots = tl.arange(0, sizes.BLOCK_CHAINS), tl.arange(0, sizes.BLOCK_WIDTH)
     is_token = slots[None, :] < rooms[:, None]
-    by_source = factors(record, row, chains.sources + SETTLED)
+    by_source = factors(beliefs.record, row, chains.sources + SETTLED)
     keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots[None, :])
-    chances = tl.load(chances_ptr + keys, mask=is_token, other=0)
+    chances = tl.load(beliefs.chances + keys, mask=is_token, other=0)
     own = tl.where(is_token, scaled(chances, by_source[:, None]), 0)
     keys = first_keys(chains, sizes)
-    chances = tl.load(chances_ptr + keys, mask=rooms > 0, other=0)
-    chances = scaled(chances, factors(record, row, records_of(keys, chains.sources)))
+    chances = tl.load(beliefs.chances + keys, mask=rooms > 0, other=0)
+    chances = scaled(chances, factors(beliefs.record, row, records_of(keys, chains.sources)))
     own_first = tl.where(rooms > 0, chances, 0)
     if not sizes.IS_BLIND:
         is_shared = chains.is_models & (chains.sources == _REFERENCE)
@@ -231,7 +227,7 @@ def _chances_of_chains(offers, record, opposed, row, chains, chances_ptr, rooms,
     p_chains = offers.chains + row * sizes.NUM_CHAINS * sizes.WIDTH
     tokens = tl.load(p_chains + which[:, None] * sizes.WIDTH + slots[None, :], mask=is_token, other=-1)
     others = beside(own, own_first, tokens, is_token, chains.starts, sizes)
-    learned = factors(opposed, tl.full((), 0, tl.int64), chains.sources + DISPUTED)
+    learned = factors(beliefs.opposed, tl.full((), 0, tl.int64), chains.sources + DISPUTED)
     copied = scaled(against(others.best, others.rival), learned[:, None])
     first = scaled(against(others.best_first, others.rival_first), learned)
     return _ChainChances(

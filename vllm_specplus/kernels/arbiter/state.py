@@ -80,6 +80,14 @@ class Record(NamedTuple):
     hits: torch.Tensor
 
 
+class Beliefs(NamedTuple):
+    """What is believed of what is offered, as in the specification."""
+
+    chances: torch.Tensor  # [NUM_KEYS] int64
+    record: Record
+    opposed: Record
+
+
 class Gains(NamedTuple):
     """What passes have added, by the class of the agreement that spoke for the history, as in the specification."""
 
