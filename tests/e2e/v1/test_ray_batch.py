@@ -33,7 +33,6 @@ def test_all_rows_are_answered(trained: Path, tmp_path: Path) -> None:
     check_all_rows(trained, tmp_path)
 
 
-@pytest.mark.slow
 def test_no_row_is_lost_or_doubled(trained: Path, tmp_path: Path) -> None:
     """Two engines of a hybrid, which drafts by itself: no row has a prediction."""
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results"
