@@ -71,6 +71,9 @@ _VECTORS = (
 )
 # With that number of registers two programs fit on a multiprocessor. AMD's compiler does not know the option.
 _JUDGE_WITH_FILTERS = {"num_warps": 8} if torch.version.hip else {"num_warps": 8, "maxnreg": 128}
+# With fewer registers, as the compiler chooses, a thread's loads begin one after another.
+_RACE = {"num_warps": 4} if torch.version.hip else {"num_warps": 4, "maxnreg": 96}
+_RACE_FLOAT32 = _RACE if torch.version.hip else _RACE | {"maxnreg": 104}  # with 96 it would spill
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         EACH_ROW=each_row,
         ALL_SLOTS=sizes.ALL_SLOTS.value,
         **of_blocks,
-        **_race_options(inputs.logits.dtype),
+        **(_RACE_FLOAT32 if inputs.logits.dtype == torch.float32 else _RACE),
     )
     emit_kernel[(num_reqs,)](
         logits,
@@ -267,13 +270,6 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         FILTERED=filtered,
         num_warps=16,
     )
-
-
-def _race_options(dtype: torch.dtype) -> dict[str, int]:
-    """How `race_kernel` is compiled. With fewer registers, as the compiler chooses, a thread's loads begin in turn."""
-    if torch.version.hip:
-        return {"num_warps": 4}
-    return {"num_warps": 4, "maxnreg": 104 if dtype == torch.float32 else 96}  # with 96 wider logits would spill
 
 
 def _num_judges(num_reqs: int, max_rows: int, filtered: bool, each_row: bool) -> int:
