@@ -34,7 +34,7 @@ if envs.VLLM_USE_V2_MODEL_RUNNER:
     PROMPTS, NUM_TOKENS = PROMPTS[::2], 20
 # It has no whole block.
 PROMPTS.append("def add(")
-MAX_MODEL_LEN = 4096
+MAX_MODEL_LEN = 8192
 # More than a busy machine takes.
 START_SECONDS = 480
 END_SECONDS = 240
@@ -252,7 +252,7 @@ def check_fields(pd: Pd, text: str) -> None:
 def check_death(pd: Pd, text: str) -> None:
     """Kill the decode server in the middle of a stream, and ask again."""
     came: list[str] = []
-    # A long one: the server makes a token in a millisecond or two.
+    # A long one: the server makes a token in some milliseconds, and this process may be late to read the first.
     max_tokens = MAX_MODEL_LEN - len(PROMPTS[0])
 
     def read() -> None:

@@ -16,6 +16,9 @@ from vllm_specplus.requests.check import handover
 from vllm_specplus.requests.response import count_tasks
 
 MAX_LEN = Check.model_config.max_model_len
+# Of references; no hexadecimal digit, as those of a key may repeat.
+LETTER = "z"
+WAIT_SECONDS = 60
 
 
 class Waiting:
@@ -28,15 +31,16 @@ class Waiting:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
-        assert b"aaaa" not in message["body"]
+        assert LETTER.encode() * 4 not in message["body"]
         del message
         self.num_waiting += 1
         await self.may_answer.wait()
         await JSONResponse(answer())(scope, receive, send)
 
     async def until_waiting(self, count: int) -> None:
-        while self.num_waiting < count:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(WAIT_SECONDS):
+            while self.num_waiting < count:
+                await asyncio.sleep(0.001)
 
 
 def body_of(text: str, **fields: Any) -> bytes:
@@ -50,7 +54,7 @@ def status_of(sent: list[Message]) -> int:
 def test_a_request_in_flight_holds_no_text() -> None:
     """Its tokens stay, up to the model's length; the body, the text and the tokens past it do not."""
     num_requests, num_letters = 30, 200_000
-    whole = body_of("a" * num_letters)
+    whole = body_of(LETTER * num_letters)
     pieces = [whole[:1000], whole[1000:]]
 
     async def run() -> int:
@@ -87,7 +91,7 @@ def test_references_in_flight_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def run() -> None:
         server, other = Waiting(), Waiting()
-        tasks = [asyncio.create_task(exchange(server.app, body_of("a" * 10))) for _ in range(most)]
+        tasks = [asyncio.create_task(exchange(server.app, body_of(LETTER * 10))) for _ in range(most)]
         await server.until_waiting(most)
         assert handover.num_bytes == handover.max_bytes
         assert all(options.token_ids is not None for options, _ in handover._entries.values())
@@ -102,7 +106,7 @@ def test_references_in_flight_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> N
         # One leaves by its end, one because its client goes.
         tasks[0].cancel()
         await asyncio.wait(tasks[:1])
-        assert status_of(await exchange(other.app, body_of("a" * 10))) == 200
+        assert status_of(await exchange(other.app, body_of(LETTER * 10))) == 200
         server.may_answer.set()
         assert [status_of(sent) for sent in await asyncio.gather(*tasks[1:])] == [200] * (most - 1)
         await asyncio.gather(*count_tasks)
