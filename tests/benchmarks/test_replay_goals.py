@@ -2,8 +2,8 @@
 
 The model writes a hundred texts of four kinds (`replayed_texts`), and its drafter is made better and worse at random.
 Every bound is that of the project's goals, for the mean of three orders of the texts, but for one: a reference that is
-the whole text has a goal of .95 beside following it alone. With 24 slots single kinds come to .92, and all together to
-.94. The bounds there are a little less.
+the whole text has a goal of .95 beside following it alone. With 24 slots single kinds come to .94, so the bound there
+is a little less.
 """
 
 import itertools
@@ -147,9 +147,9 @@ def test_a_reference_that_is_followed_but_for_edits(traces: list[Row], tmp_path:
 def test_a_reference_that_is_the_whole_text(traces: list[Row], tmp_path: Path) -> None:
     cells = cells_of([trace | {"reference": trace["output"]} for trace in traces], tmp_path)
     check((cell for cell in cells if cell.setting.width == WINDOWS[0]), 0.95, ("reference",))
-    check((cell for cell in cells if cell.setting.width == WINDOWS[1]), 0.91, ("reference",))
+    check((cell for cell in cells if cell.setting.width == WINDOWS[1]), 0.93, ("reference",))
     together = (cell for cell in cells if cell.kind == replay.ALL)
-    check((cell for cell in together if cell.setting.width == WINDOWS[1]), 0.93, ("reference",))
+    check((cell for cell in together if cell.setting.width == WINDOWS[1]), 0.95, ("reference",))
 
 
 def test_an_unrelated_reference(traces: list[Row], tmp_path: Path) -> None:

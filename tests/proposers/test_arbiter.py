@@ -108,10 +108,14 @@ def chance(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[int]
             key = _arbiter.DIFFERED + length_class(max(other))
         return case["chances"][key]
 
+    def without_model(which: int, n: int) -> int:
+        (source, _), (_, agreed) = case["chains"][which], case["offers"][which]
+        return case["chances"][COPIED + (source - NGRAM) * NUM_LENGTHS + length_class(agreed + n)]
+
     def of_chain(which: int, n: int) -> int:
         (source, start), (tokens, agreed) = case["chains"][which], case["offers"][which]
         by_source = (source - NGRAM) * NUM_LENGTHS + length_class(agreed + n)
-        copied = case["chances"][COPIED + by_source]
+        copied = without_model(which, n)
         if n > 0 or start >= len(model):
             return copied
         if tokens[0] != model[start]:
@@ -130,7 +134,13 @@ def chance(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[int]
         agreed_before = [c for c in at_start if case["offers"][c][0][:n] == said[:n]]
         same = [of_chain(c, n) for c in agreed_before if case["offers"][c][0][n] == said[n]]
         rivals = [of_chain(c, n) for c in agreed_before if case["offers"][c][0][n] != said[n]]
-        found.append(against(max(same), max(rivals)) if rivals else max(same))
+        ends = [
+            without_model(c, n)
+            for c, (tokens, _) in case["offers"].items()
+            if case["chains"][c] == (REFERENCE, start) and tokens == said[:n] and n > 0
+        ]
+        best = against(max(same), max(ends)) if max(ends, default=0) > 0 else max(same)
+        found.append(against(best, max(rivals)) if rivals else best)
     return found
 
 
@@ -759,3 +769,39 @@ def test_a_reference_that_the_model_agrees_with_counts_as_much_as_without_it() -
     play.arbiter.set_prices(Prices(0.6, 1.0))
     assert play.step({0: ([5], 3)}, model=[5]).num_drafts[0] == 0
     assert play.step({1: ([5], 3)}, model=[5]).num_drafts[0] == 1
+
+
+def test_a_text_is_expected_to_end_with_its_reference() -> None:
+    """Not where the other source has said something else before, nor in a request whose texts go on all the same."""
+    play = Play([(NGRAM, 0), (REFERENCE, 0)], 4)
+    play.chances = [9 * ONE // 10] * _arbiter.NUM_KEYS
+    play.arbiter.set_prices(Prices(0.6, 1.0))
+    assert play.step({0: ([1, 2, 3, 4], 3)}).to_lists() == [[1, 2, 3, 4]]
+    assert play.step({0: ([1, 2, 3, 4], 3), 1: ([1, 2], 3)}).to_lists() == [[1, 2]]
+    play.chances[COPIED + length_class(3)] = ONE
+    assert play.step({0: ([1, 2, 3, 4], 3), 1: ([5, 2], 3)}).to_lists() == [[1, 2, 3, 4]]
+    for _ in range(9):
+        play.text += [1, 2, 3]
+        choice = play.step({0: ([1, 2, 3, 4], 3), 1: ([1, 2], 3)})
+    assert choice.to_lists() == [[1, 2, 3, 4]]
+
+
+def test_what_is_counted_where_a_text_goes_on_behind_a_reference() -> None:
+    play = Play([(NGRAM, 0), (REFERENCE, 0)], 3)
+    reference = COPIED + (REFERENCE - NGRAM) * NUM_LENGTHS
+    for token_ids, new, is_counted in (([1, 2], [1, 2, 3], True), ([1, 2], [1, 2], False), ([1, 2], [1, 3, 3], False)):
+        play.new_request(f"{new}")
+        play.step({0: ([1, 2], 3), 1: (token_ids, 3)})
+        chance = play.arbiter.table.chances[reference + length_class(5)]
+        play.text += new
+        play.begin()
+        record = play.arbiter._record
+        row = play.arbiter._rows[0]
+        counted = [int(numbers[row, _arbiter.ENDS]) for numbers in record]
+        assert counted == [ONE * is_counted, chance * is_counted, 0]
+    # More than these slots hold may follow.
+    play.new_request("full")
+    play.step({1: ([1, 2, 3], 3)})
+    play.text += [1, 2, 3, 4]
+    play.begin()
+    assert play.arbiter._record.trials[:, _arbiter.ENDS].sum() == 0

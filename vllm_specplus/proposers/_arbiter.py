@@ -35,10 +35,11 @@ DERIVED_TRIALS = 6 * TRIAL  # the weight of what other keys tell of one
 MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
 MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
 # Where a request's records begin: those of each source, and of each source's disputed drafts. A draft is disputed where
-# the model says one thing and the chains another.
+# the model says one thing and the chains another. Behind them is one of a kind that knows no hits: see `_count_end`.
 SETTLED = 0
 DISPUTED = SETTLED + REFERENCE + 1
-NUM_RECORDS = DISPUTED + REFERENCE + 1
+ENDS = DISPUTED + REFERENCE + 1  # of references' ends, where a text is expected to end too
+NUM_RECORDS = ENDS + 1
 PRIOR_EXPECTED = 6 * ONE  # hits of a record, as many as came
 PRIOR_MISSES = 3 * ONE  # of a record, as many as were expected
 LUCKY_MISSES = 2 * ONE  # this many below what was expected mean nothing
@@ -301,6 +302,22 @@ def _rivals(offers: Offers, row: int, c: int, n: int, before: int, agreeing: int
 
 
 @compiled(allocates=False, forceinline=True)
+def _chance_of_end(offers: Offers, beliefs: Beliefs, row: int, c: int, n: int, before: int) -> int:
+    """The best chance that the text ends before token n of a chain, as a reference ends there that said the same.
+
+    It is that of the reference's next token, if there were one. `before`: of `_agreeing`, for the token before.
+    """
+    best = 0
+    for other in range(len(offers.starts)):
+        if offers.starts[other] == offers.starts[c]:
+            is_meant, before = before & 1, before >> 1
+            if is_meant and offers.sources[other] == REFERENCE and offers.lengths[row, other] == n > 0:
+                chance = _chance(beliefs, row, _copied_key(offers, row, other, n), REFERENCE)
+                best = max(best, _scaled(chance, _factor(beliefs.record, row, ENDS)))
+    return best
+
+
+@compiled(allocates=False, forceinline=True)
 def _chance_against(chance: int, rival: int) -> int:
     """A token's chance where another one has a chance too, among the cases that not both are right."""
     right = chance * (ONE - rival + DOUBT) >> SHIFT
@@ -314,6 +331,9 @@ def _chance_of_token(
     """The chance of token n of a chain, with what other chains say; for `before` and `agreeing` see `_rivals`."""
     start = offers.starts[c]
     chance = _chance_of_chains(offers, beliefs, row, start, agreeing, n, passes)
+    end = _chance_of_end(offers, beliefs, row, c, n, before)
+    if end > 0:
+        chance = _chance_against(chance, end)
     rivals = _rivals(offers, row, c, n, before, agreeing)
     if rivals == 0:
         return chance
@@ -546,6 +566,15 @@ def _count_opposed(
 
 
 @compiled(allocates=False, forceinline=True)
+def _count_end(offers: Offers, chances: np.ndarray, record: Record, row: int, c: int, num_new: int) -> None:
+    """Count that a text has gone on behind the end of a reference, if chain `c` is one and was right to its end."""
+    length = offers.lengths[row, c]
+    if offers.sources[c] == REFERENCE and 0 < length < min(num_new - offers.starts[c], offers.chains.shape[2]):
+        record.trials[row, ENDS] += ONE
+        record.expected[row, ENDS] += chances[_copied_key(offers, row, c, length)]
+
+
+@compiled(allocates=False, forceinline=True)
 def _forget(record: Record, row: int) -> None:
     """Halve what a row of a record has of each source until no more hits are expected than are kept."""
     for which in range(NUM_RECORDS):
@@ -640,6 +669,8 @@ def judge(
                     _count(table, record, key, row, offers.sources[c], hit)
                 if not hit:
                     break
+            else:
+                _count_end(offers, table.chances, record, row, c, num_new)
         _forget(record, row)
     # After the whole batch, so that the order of its requests does not matter.
     _forget(opposed, 0)

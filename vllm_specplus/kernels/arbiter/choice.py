@@ -21,7 +21,7 @@ from vllm_specplus.kernels.arbiter.keys import (
     scaled,
 )
 from vllm_specplus.kernels.arbiter.offers import NgramMatches, write_matches
-from vllm_specplus.kernels.arbiter.state import DISPUTED, ONE, SETTLED, SHIFT, Beliefs, State
+from vllm_specplus.kernels.arbiter.state import DISPUTED, ENDS, ONE, SETTLED, SHIFT, Beliefs, State
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, store_counts
 
 _MODEL = tl.constexpr(sources.MODEL)
@@ -211,10 +211,14 @@ def _chances_of_chains(offers, beliefs, row, chains, rooms, sizes):
     """The `_ChainChances` of a request's chains, of which `rooms`, [BLOCK_CHAINS] int32, may be taken."""
     which, slots = tl.arange(0, sizes.BLOCK_CHAINS), tl.arange(0, sizes.BLOCK_WIDTH)
     is_token = slots[None, :] < rooms[:, None]
+    # A text is expected to end with its reference, as likely as that would go on.
+    is_end = (slots[None, :] == rooms[:, None]) & ((rooms > 0) & (chains.sources == _REFERENCE))[:, None]
     by_source = factors(beliefs.record, row, chains.sources + SETTLED)
     keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots[None, :])
-    chances = tl.load(beliefs.chances + keys, mask=is_token, other=0)
-    own = tl.where(is_token, scaled(chances, by_source[:, None]), 0)
+    chances = tl.load(beliefs.chances + keys, mask=is_token | is_end, other=0)
+    chances = scaled(chances, by_source[:, None])
+    own = tl.where(is_token, chances, 0)
+    ends = tl.where(is_end, scaled(chances, factors(beliefs.record, row, tl.full((), ENDS, tl.int32))), 0)
     keys = first_keys(chains, sizes)
     chances = tl.load(beliefs.chances + keys, mask=rooms > 0, other=0)
     chances = scaled(chances, factors(beliefs.record, row, records_of(keys, chains.sources)))
@@ -226,12 +230,13 @@ def _chances_of_chains(offers, beliefs, row, chains, rooms, sizes):
 
     p_chains = offers.chains + row * sizes.NUM_CHAINS * sizes.WIDTH
     tokens = tl.load(p_chains + which[:, None] * sizes.WIDTH + slots[None, :], mask=is_token, other=-1)
-    others = beside(own, own_first, tokens, is_token, chains.starts, sizes)
+    others = beside(own, own_first, ends, tokens, is_token, chains.starts, sizes)
+    best = tl.where(others.end > 0, against(others.best, others.end), others.best)
     learned = factors(beliefs.opposed, tl.full((), 0, tl.int64), chains.sources + DISPUTED)
-    copied = scaled(against(others.best, others.rival), learned[:, None])
+    copied = scaled(against(best, others.rival), learned[:, None])
     first = scaled(against(others.best_first, others.rival_first), learned)
     return _ChainChances(
-        tl.where(others.rival >= 0, copied, others.best), tl.where(others.rival_first >= 0, first, others.best_first)
+        tl.where(others.rival >= 0, copied, best), tl.where(others.rival_first >= 0, first, others.best_first)
     )
 
 

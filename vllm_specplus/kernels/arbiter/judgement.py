@@ -27,6 +27,7 @@ from vllm_specplus.kernels.arbiter.state import (
     COPIED,
     DERIVED_TRIALS,
     DISPUTED,
+    ENDS,
     MAX_EXPECTED,
     MAX_MISSES,
     MAX_TRIALS,
@@ -47,6 +48,7 @@ from vllm_specplus.kernels.sizes import next_power_of_2
 _BLOCK_KEYS = next_power_of_2(NUM_KEYS.value)
 _BLOCK_RECORDS = tl.constexpr(next_power_of_2(NUM_RECORDS.value))
 _MODEL = tl.constexpr(sources.MODEL)
+_REFERENCE = tl.constexpr(sources.REFERENCE)
 
 
 def judge_and_offer(
@@ -168,7 +170,8 @@ def _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_n
     at = chains.starts[:, None] + slots
     is_judged = is_token & is_reached[:, None] & (at < num_new)
     is_hit = is_judged & (tokens == tl.load(p_new + at, mask=is_judged, other=0))
-    is_judged = is_judged & (slots <= _num_first(is_hit, sizes.BLOCK_WIDTH)[:, None])
+    num_right = _num_first(is_hit, sizes.BLOCK_WIDTH)
+    is_judged = is_judged & (slots <= num_right[:, None])
     keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots)
     _count_opposed(opposed, table, chains, keys, tokens, is_token, is_judged, is_hit, sizes)
     keys_of_first = first_keys(chains, sizes)
@@ -181,6 +184,13 @@ def _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_n
     expected += _of_chains(_count(table, keys, is_judged, is_hit), chains.sources, keys_of_first)
     trials += _of_chains(is_judged.to(tl.int64), chains.sources, keys_of_first)
     hits += _of_chains((is_judged & is_hit).to(tl.int64), chains.sources, keys_of_first)
+    # Texts that have gone on behind the end of a reference.
+    is_passed = is_reached & (num_right == chains.lengths) & (chains.starts + num_right < num_new)
+    is_passed = is_passed & (chains.sources == _REFERENCE) & (num_right > 0) & (num_right < sizes.WIDTH)
+    chances = tl.load(table.chances + copied_keys(chains.sources, chains.agreed + num_right), mask=is_passed, other=0)
+    ends = tl.zeros_like(chains.starts) + ENDS
+    expected += _by_record(chances, ends)
+    trials += _by_record(is_passed.to(tl.int64), ends)
     _add_to_record(record, row, trials * ONE, expected, hits * ONE, num_new > 0)
 
     tl.debug_barrier()  # other threads of this program may still read what is now taken away
@@ -225,7 +235,7 @@ def _count(table, keys, is_judged, is_hit):
 def _count_opposed(opposed, table, chains, keys, tokens, is_token, is_judged, is_hit, sizes):
     """Count the tokens of chains, [BLOCK_CHAINS, BLOCK_WIDTH], that are judged and have rivals."""
     own = tl.load(table.chances + keys, mask=is_token, other=0)
-    others = beside(own, tl.zeros_like(chains.starts).to(tl.int64), tokens, is_token, chains.starts, sizes)
+    others = beside(own, tl.zeros_like(chains.starts).to(tl.int64), None, tokens, is_token, chains.starts, sizes)
     is_counted = is_judged & (others.rival >= 0)
     at = chains.sources + DISPUTED
     trials = tl.sum(is_counted.to(tl.int64), axis=1)
