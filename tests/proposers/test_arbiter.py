@@ -108,18 +108,17 @@ def chance(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[int]
             key = _arbiter.DIFFERED + length_class(max(other))
         return case["chances"][key]
 
-    def without_model(which: int, n: int) -> int:
+    def by_source(which: int, n: int, kind: int = COPIED) -> int:
         (source, _), (_, agreed) = case["chains"][which], case["offers"][which]
-        return case["chances"][COPIED + (source - NGRAM) * NUM_LENGTHS + length_class(agreed + n)]
+        return case["chances"][kind + (source - NGRAM) * NUM_LENGTHS + length_class(agreed + n)]
 
     def of_chain(which: int, n: int) -> int:
-        (source, start), (tokens, agreed) = case["chains"][which], case["offers"][which]
-        by_source = (source - NGRAM) * NUM_LENGTHS + length_class(agreed + n)
-        copied = without_model(which, n)
+        (source, start), (tokens, _) = case["chains"][which], case["offers"][which]
+        copied = by_source(which, n)
         if n > 0 or start >= len(model):
             return copied
         if tokens[0] != model[start]:
-            return case["chances"][CONTRARY + by_source]
+            return by_source(which, n, CONTRARY)
         same = [length for token, length in voices(start) if token == tokens[0]]
         agreed_chance = case["chances"][_arbiter.AGREED + length_class(max(same))]
         return max(agreed_chance, copied) if source == REFERENCE else agreed_chance
@@ -135,7 +134,7 @@ def chance(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[int]
         same = [of_chain(c, n) for c in agreed_before if case["offers"][c][0][n] == said[n]]
         rivals = [of_chain(c, n) for c in agreed_before if case["offers"][c][0][n] != said[n]]
         ends = [
-            without_model(c, n)
+            by_source(c, n)
             for c, (tokens, _) in case["offers"].items()
             if case["chains"][c] == (REFERENCE, start) and tokens == said[:n] and n > 0
         ]
