@@ -77,3 +77,41 @@ def test_the_options_of_compare_are_in_its_page() -> None:
 def test_the_changelog_begins_with_this_version() -> None:
     (first,) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[:1]
     assert first == __version__
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The rows of the tables in a text: the other cells, without bold, by the first."""
+    rows = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| "))
+    return {name: [cell.replace("**", "") for cell in cells] for name, *cells in rows}
+
+
+def section(page: Path, anchor: str) -> str:
+    """The text from a heading to the next one of its level or a higher one."""
+    text = page.read_text()
+    for heading in re.finditer(r"^(#+) (.*)$", text, re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", heading[2].lower())
+        if words.replace(" ", "-") == anchor:
+            behind = text[heading.end() :]
+            end = re.search(rf"^#{{1,{len(heading[1])}}} ", behind, re.MULTILINE)
+            return behind[: end.start()] if end else behind
+    raise AssertionError(f"{page.name} has no heading {anchor}")
+
+
+def test_the_numbers_to_choose_by_are_in_the_sections_that_they_name() -> None:
+    checked = 0
+    for cells in rows_of((ROOT / "docs" / "choosing.md").read_text()).values():
+        for said, anchor in re.findall(r"(.*?)\]\(benchmarks\.md#([^)]*)\)", cells[1]):
+            # Those with one decimal are made of two numbers there.
+            for number in re.findall(r"(?<![\d.])\d?\.\d\d(?!\d)", said):
+                assert number in section(ROOT / "docs" / "benchmarks.md", anchor), (number, anchor)
+                checked += 1
+    assert checked > 20
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_benchmarks() -> None:
+    measured = rows_of(section(ROOT / "docs" / "benchmarks.md", "six-ways-of-drafting"))
+    shown = rows_of(section(ROOT / "README.md", "what-it-gains"))
+    assert len(shown) == 5  # with the head
+    for name, cells in list(shown.items())[1:]:
+        (row,) = (row for key, row in measured.items() if key.startswith(f"{name}, "))
+        assert [", ".join(cell.split(", ")[:2]) for cell in row] == cells

@@ -28,6 +28,8 @@ class StandIn:
         self.num_runs = 0
         if "--nonsense" in options.words:
             raise RefusedError("--engine-args: unrecognized arguments: --nonsense")
+        if self.fault == "refuses":
+            raise RefusedError("a prompt has no token")
         if self.fault == "start":
             raise ValueError("no memory\nis left")
         if self.fault == "validation":

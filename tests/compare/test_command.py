@@ -18,15 +18,18 @@ from vllm_specplus.compare import comparison, measure
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(measure, "_SERVE", stand_in.NAME)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    return folder
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "good"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    return tmp_path / "model"
 
 
-def config(speed: int, fault: str = "") -> str:
-    values: dict[str, Any] = {"method": "draft_model", "num_speculative_tokens": speed}
-    return json.dumps(values | {"model": fault or "good"})
+def config(speed: int, fault: str = "good") -> str:
+    """A config whose draft model is a folder that has the name of its fault."""
+    Path(fault).mkdir(exist_ok=True)
+    (Path(fault) / "config.json").write_text("{}")
+    return json.dumps({"method": "draft_model", "num_speculative_tokens": speed, "model": fault})
 
 
 def compare(model: Path, *configs: str, options: tuple[str, ...] = ()) -> int:
@@ -86,6 +89,13 @@ def test_no_prompt_is_drafted_from_its_own_answer(
         assert compare(model, json.dumps(values | sound), options=options) == 0
 
 
+def test_a_refusal_behind_a_run_is_a_row(model: Path) -> None:
+    assert compare(model, config(2, "refuses"), options=("--one-at-a-time", "--repeat", "2")) == 1
+    none, refuses = results(model)["measurements"]
+    assert (none["repeats"], refuses["repeats"]) == (2, 0)
+    assert refuses["error"] == "a prompt has no token"
+
+
 def test_one_at_a_time(model: Path) -> None:
     assert compare(model, config(2), options=("--one-at-a-time", "--repeat", "2")) == 0
     assert [row["repeats"] for row in results(model)["measurements"]] == [2, 2]
@@ -128,6 +138,24 @@ def test_a_signal_before_the_first_run(model: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(comparison, "check_model", interrupt)
     assert compare(model, config(2)) == 130
     assert not (model.parent / "out").exists()
+
+
+@pytest.mark.parametrize("phase", ["warm_up", "run"])
+def test_a_signal_before_the_end_of_the_first_run_leaves_earlier_results(
+    phase: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compare(model, config(2), options=("--repeat", "1")) == 0
+    out = model.parent / "out"
+    kept = {path: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    assert kept
+    call = measure.EngineProcess.call
+    monkeypatch.setattr(
+        measure.EngineProcess, "call", lambda engine, *words: (interrupt if words[0] == phase else call)(engine, *words)
+    )
+    assert compare(model, config(2)) == 130
+    assert {path: path.read_bytes() for path in out.iterdir() if path.is_file()} == kept
+    assert compare(model, config(2), options=("--out", "new")) == 130
+    assert not Path("new").exists()
 
 
 def test_a_signal_while_the_page_is_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +219,17 @@ def test_texts_are_not_compared_where_they_are_sampled(model: Path) -> None:
 
 
 CASES = (
-    *("no such model", "empty", "not UTF-8", "not JSON", "long number", "not writable", "taken by a folder"),
+    *(
+        "no such model",
+        "no such draft model",
+        "long folder",
+        "empty",
+        "not UTF-8",
+        "not JSON",
+        "long number",
+        "not writable",
+        "taken by a folder",
+    ),
     *("equal", "equal by vLLM's rules", "engine args"),
 )
 
@@ -208,6 +246,11 @@ def bad_inputs(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
     equal_bounds = json.dumps(bounds), json.dumps(bounds | {"prompt_lookup_max": 5})
     return {
         "no such model": (("--model", "/nothing/here"), "the model does not exist"),
+        "no such draft model": (
+            ("--config", '{"method": "draft_model", "model": "/nothing", "num_speculative_tokens": 9}'),
+            "num_speculative_tokens=9 model=nothing: the model does not exist: /nothing is no folder",
+        ),
+        "long folder": (("--out", "x" * 300), "File name too long"),
         "empty": (("--prompts", str(folder / "empty.txt")), "is empty"),
         "not UTF-8": (("--prompts", str(folder / "latin.txt")), "is not UTF-8"),
         "not JSON": (("--prompts", str(folder / "bad.jsonl")), "line 2 is not JSON"),

@@ -47,6 +47,18 @@ def test_what_keeps_the_greedy_text(more: dict[str, Any], keeps: bool) -> None:
     assert read(MTP | more)[1].keeps_greedy_text == keeps
 
 
+def test_what_is_known_of_a_configuration_beside_its_config() -> None:
+    draft_model = {"method": "draft_model", "model": "/drafts", "num_speculative_tokens": 2}
+    found = read(
+        draft_model,
+        draft_model | {"verify_strategy": "topp"},
+        MTP,
+        {"method": "ngram", "model": "ngram", "num_speculative_tokens": 2},
+    )
+    assert [bool(each.loss) for each in found] == [False, False, True, False, False]
+    assert [each.draft_model for each in found] == ["", "/drafts", "/drafts", "", ""]
+
+
 @pytest.mark.parametrize(
     ("texts", "said"),
     [

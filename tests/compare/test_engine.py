@@ -1,13 +1,18 @@
 """How a run is timed."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 import pytest
 
 from vllm_specplus.compare import engine
 from vllm_specplus.compare.counts import Counts
 from vllm_specplus.compare.engine import Session
+from vllm_specplus.compare.processes import RefusedError
+from vllm_specplus.compare.prompts import Prompt
+from vllm_specplus.compare.runs import EngineOptions
 
 
 class Places(Session):
@@ -91,3 +96,38 @@ def test_answers_do_not_all_begin_at_once() -> None:
         *[(length, 9, "") for length in (5, 6, 7, 8)],
         *[(length, 9, "copy 1") for length in (5, 6)],
     ]
+
+
+class Strict(Session):
+    """Its model's chat template takes users alone."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Any = self
+        self.chat_template = (
+            "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only users,\nnot ' + m.role) }}"
+            "{% endif %}{{ m.content }}{% endfor %}"
+        )
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        def refuse(line: str) -> None:
+            raise jinja2.TemplateError(line)
+
+        return jinja2.Template(self.chat_template).render(messages=messages, raise_exception=refuse)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return list(text.encode())
+
+
+def test_a_chat_that_the_template_refuses_is_named() -> None:
+    session = Strict()
+    assert session._encode(Prompt("1", messages=({"role": "user", "content": "a"},))) == [97]
+    with pytest.raises(RefusedError, match=r"^prompt 2: the model's chat template refuses it: only users,$"):
+        session._encode(Prompt("2", messages=({"role": "tool", "content": "a"},)))
+
+
+@pytest.mark.parametrize("words", [("--logprobs-mode", "raw_logprobs"), ("--model", "other")])
+def test_what_the_command_sets_itself_is_no_engine_arg(words: tuple[str, str], tmp_path: Path) -> None:
+    model = str(tmp_path)
+    with pytest.raises(RefusedError, match=f"^--engine-args must not have {words[0]}: the command sets it$"):
+        engine._parse(EngineOptions(model, None, words, 1))
+    assert engine._parse(EngineOptions(model, None, ("--max-model-len", "9"), 1)).max_model_len == 9

@@ -1,6 +1,7 @@
 """What the runs say: ratios, intervals, near-ties, and the recommendation."""
 
 import math
+from typing import Any
 
 import pytest
 from scipy import stats
@@ -14,9 +15,10 @@ from vllm_specplus.compare.runs import Best, Run, sources_of_tokens
 NAMES = ("none", "mtp", "ngram")
 
 
-def measured(speeds: dict[str, list[float]], levels: tuple[int, ...] = (1,)) -> Measurements:
-    """Measurements in which each configuration has these tokens/s at every level."""
-    found = Measurements([Configuration(name, None, True) for name in speeds], [*levels])
+def measured(speeds: dict[str, list[float]], levels: tuple[int, ...] = (1,), **traits: Any) -> Measurements:
+    """Measurements in which each configuration has these tokens/s at every level; `traits` are of `mtp`."""
+    configurations = [Configuration(name, None, **(traits if name == "mtp" else {})) for name in speeds]
+    found = Measurements(configurations, [*levels])
     for name, values in speeds.items():
         for level in levels:
             for repeat, speed in enumerate(values):
@@ -51,25 +53,29 @@ def test_a_ratio_leaves_repeats_out_that_one_of_them_lacks() -> None:
 
 
 def test_the_best_is_recommended_and_how_sure_that_is() -> None:
-    said = recommendation(measured({"none": [100, 101, 99], "mtp": [150, 152, 149], "ngram": [300, 303, 298]}))
-    assert said.startswith("Use ngram, 3.00 times as fast as none (95% interval 2.99 to 3.02): it is surely 2.00 times")
+    said = recommendation(
+        measured({"none": [100, 101, 99], "mtp": [150, 152, 149], "ngram": [300, 303, 298]}), samples=False
+    )
+    assert said.startswith("Use ngram, 3.00 times as fast as none (95% interval 2.99 to 3.02): it is 2.00 times")
     assert said.endswith("as fast as mtp (95% interval 1.99 to 2.01), in 3 repeats.")
 
 
 def test_two_that_cannot_be_told_apart_are_both_named() -> None:
-    said = recommendation(measured({"none": [100, 100, 100], "mtp": [150, 170, 140], "ngram": [151, 150, 160]}))
+    said = recommendation(
+        measured({"none": [100, 100, 100], "mtp": [150, 170, 140], "ngram": [151, 150, 160]}), samples=False
+    )
     assert said.startswith("Use ")
     assert "3 repeats cannot tell which is faster" in said
     assert {"mtp", "ngram"} <= set(said.replace(",", "").replace(":", "").split())
 
 
 def test_one_repeat_is_never_sure() -> None:
-    assert "one repeat cannot tell" in recommendation(measured({"none": [100], "mtp": [500]}))
+    assert "one repeat cannot tell" in recommendation(measured({"none": [100], "mtp": [500]}), samples=False)
 
 
 def test_no_speculation_may_be_the_best() -> None:
-    said = recommendation(measured({"none": [100, 101, 99], "mtp": [50, 50, 51]}))
-    assert said.startswith("Use none: it is surely")
+    said = recommendation(measured({"none": [100, 101, 99], "mtp": [50, 50, 51]}), samples=False)
+    assert said.startswith("Use none: it is 1.")
 
 
 def test_the_fastest_of_a_level_is_named_where_it_is_another() -> None:
@@ -77,15 +83,29 @@ def test_the_fastest_of_a_level_is_named_where_it_is_another() -> None:
     for repeat in (0, 1):
         found.add("none", 32, repeat, Run(1 / 100, [[1]], 0, 0, Counts()))
         found.add("mtp", 32, repeat, Run(1 / 90, [[1]], 0, 0, Counts()))
-    assert recommendation(found).endswith("in 2 repeats; but none is fastest at concurrency 32.")
+    assert recommendation(found, samples=False).endswith("in 2 repeats; but none is fastest at concurrency 32.")
 
 
 def test_a_wrong_text_is_not_recommended_but_a_near_tie_is() -> None:
     found = measured({"none": [100, 100], "mtp": [300, 301]})
     found.differences = [Difference("mtp", 1, "p", 0, "a", "b", [], is_near_tie=True)]
-    assert recommendation(found).startswith("Use mtp")
+    assert recommendation(found, samples=False).startswith("Use mtp")
     found.differences = [Difference("mtp", 1, "p", 0, "a", "b", [], is_near_tie=False)]
-    assert recommendation(found) == "Use none: no other configuration is fit."
+    assert recommendation(found, samples=False) == "Use none: no other configuration is fit."
+
+
+def test_a_config_for_debugging_is_never_recommended() -> None:
+    found = measured({"none": [100, 101], "mtp": [300, 301], "ngram": [200, 202]}, keeps_greedy_text=False)
+    assert recommendation(found, samples=False).startswith("Use ngram: it is 2.00 times as fast as none")
+
+
+def test_a_lossy_config_is_said_to_be_that_where_answers_are_sampled() -> None:
+    speeds = {"none": [100.0, 101.0], "mtp": [300.0, 301.0]}
+    said = [recommendation(measured(speeds, loss="it is wild"), samples=samples) for samples in (False, True)]
+    assert said[0].endswith("in 2 repeats.")
+    assert said[1].endswith("in 2 repeats; mtp is lossy: it is wild.")
+    slower = {"none": [100.0, 101.0], "mtp": [50.0, 51.0]}
+    assert "lossy" not in recommendation(measured(slower, loss="it is wild"), samples=True)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ def test_a_jsonl_file_has_texts_chats_and_predictions(tmp_path: Path) -> None:
         (b'{"messages": [{"role": "user"}]}', "line 1: messages must be a list"),
         (b'{"prompt": "x", "prediction": 1}', "line 1: prediction must be a text"),
         (b'{"promt": "x"}', "line 1 has an unknown key 'promt'"),
+        (rb'{"prompt": "\ud800"}', "line 1 has half of a surrogate pair"),
+        (rb'{"messages": [{"role": "user", "content": "\udc00"}]}', "line 1 has half of a surrogate pair"),
     ],
 )
 def test_wrong_files_are_refused_in_one_line(content: bytes, said: str, tmp_path: Path) -> None:
@@ -53,6 +55,18 @@ def test_wrong_files_are_refused_in_one_line(content: bytes, said: str, tmp_path
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"cannot read .*nothing\.txt: No such file"):
         read_prompts(tmp_path / "nothing.txt")
+
+
+@pytest.mark.parametrize("name", ["p.json", "p.ndjson", "p"])
+def test_a_file_that_is_neither_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"prompt": "x"}')
+    with pytest.raises(RefusedError, match=r"must end with \.jsonl or \.txt$"):
+        read_prompts(tmp_path / name)
+
+
+def test_a_suffix_may_be_in_capitals(tmp_path: Path) -> None:
+    (tmp_path / "P.JSONL").write_text('{"prompt": "x"}')
+    assert read_prompts(tmp_path / "P.JSONL") == [Prompt("1", "x")]
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -71,13 +85,22 @@ def test_edits_change_a_name_that_the_function_has() -> None:
         assert prompt.reference in prompt.messages[0]["content"]
 
 
-def test_models_are_folders_with_a_config_or_files(tmp_path: Path) -> None:
+def test_models_are_folders_with_a_config_or_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(RefusedError, match=r"does not exist: .*model has no config\.json"):
         check_model(str(tmp_path / "model"))
     (tmp_path / "model" / "config.json").write_text("{}")
     check_model(str(tmp_path / "model"))
     check_model(str(tmp_path / "model" / "config.json"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert check_model("~/model") == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["~nobody-has-this-name/model", "x" * 300])
+def test_models_that_cannot_be_read_are_refused(name: str) -> None:
+    with pytest.raises(RefusedError, match=f"^draft: cannot read the model {name}: ") as refused:
+        check_model(name, "draft: ")
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["nobody/has-this-model", "/nothing/is/here", "no such model", "../nothing"])

@@ -19,7 +19,7 @@ from vllm_specplus.compare.prompts import Prompt, check_model, read_prompts
 from vllm_specplus.compare.report import can_plot, report_files, write_report
 from vllm_specplus.compare.results import RESULT_FILES, UnwritableError, as_data, write_results
 from vllm_specplus.compare.tables import print_tables
-from vllm_specplus.compare.terminal import INTERRUPTED, progress, table_console
+from vllm_specplus.compare.terminal import INTERRUPTED, NothingMeasuredInterrupt, progress, table_console
 from vllm_specplus.compare.workloads import workload
 
 
@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(problem, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        # Before the first run, or where the page is made: what was measured is written by then.
+        # Before the first run, whose results would replace earlier ones, or where the page is made: what was measured
+        # is written by then.
         return INTERRUPTED
 
 
@@ -88,9 +89,12 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         raise RefusedError("--config is needed: a speculative config, or --serve for a running server")
     configurations = read_configurations(arguments.baseline, arguments.config)
     prompts = _prompts(arguments)
-    check_model(arguments.model)
+    model = check_model(arguments.model)
+    for configuration in configurations:
+        if configuration.draft_model:
+            check_model(configuration.draft_model, f"{configuration.name}: ")
     plan = Plan(
-        arguments.model,
+        model,
         configurations,
         prompts,
         arguments.concurrency,
@@ -118,11 +122,11 @@ def _check_repeated(plan: Plan) -> None:
 
 @contextmanager
 def _folder(out: Path) -> Iterator[Path]:
-    """Make the output's folder and that of the logs in it; if the command is refused, take away what was made."""
-    logs = out / "logs"
-    made = next((path for path in reversed((logs, *logs.parents)) if not path.exists()), None)
-    earlier = set(logs.iterdir()) if logs.is_dir() else set()
+    """Make the output's folder and that of the logs in it; take away what was made if nothing is measured."""
+    logs, made, earlier = out / "logs", None, set()
     try:
+        made = next((path for path in reversed((logs, *logs.parents)) if not path.exists()), None)
+        earlier = set(logs.iterdir()) if logs.is_dir() else set()
         logs.mkdir(parents=True, exist_ok=True)
         probe = out / ".results.json.part"
         probe.touch()
@@ -136,7 +140,7 @@ def _folder(out: Path) -> Iterator[Path]:
         raise RefusedError(f"cannot write to {out}: {problem.strerror or problem}") from None
     try:
         yield logs
-    except RefusedError:
+    except (RefusedError, NothingMeasuredInterrupt):
         if made is not None:
             shutil.rmtree(made)
         else:

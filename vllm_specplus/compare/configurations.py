@@ -8,10 +8,13 @@ from typing import Any
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
 from vllm_specplus.config.resolve import Resolved
+from vllm_specplus.strategies import TRAITS
 
 NONE = "none"
 _STRATEGY = "mtp_strategy"
 _NGRAM_METHODS = "ngram", "ngram_gpu"
+# vLLM loads no draft model by the key "model" there; of "custom_class" it names a class.
+_METHODS_WITHOUT_MODEL = (*_NGRAM_METHODS, "suffix", "naive", "custom_class")
 _PROMPT_LOOKUP = 5  # tokens of an n-gram where a config names no bound, as in vLLM's SpeculativeConfig
 
 
@@ -23,12 +26,16 @@ class Configuration:
     config: the speculative config; None for no speculation.
     keeps_greedy_text: whether its text at temperature 0 is the target's.
     shares_answers: whether it drafts from the answers of all other requests.
+    loss: what it changes where a request samples; "" for nothing.
+    draft_model: a folder or a repository's name; "" for none of its own.
     """
 
     name: str
     config: dict[str, Any] | None
     keeps_greedy_text: bool = True
     shares_answers: bool = False
+    loss: str = ""
+    draft_model: str = ""
 
 
 def read_configurations(baseline: str, texts: Sequence[str]) -> list[Configuration]:
@@ -72,12 +79,16 @@ def _read(place: str, config: dict[str, Any]) -> tuple[str, Configuration]:
         raise RefusedError(f"{place}: {problem}") from None
     options, vllm = resolved.options, resolved.vllm
     is_synthetic = vllm.get("rejection_sample_method") == "synthetic"
+    named = None if vllm.get("method") in _METHODS_WITHOUT_MODEL else vllm.get("model")
+    draft_model = named if isinstance(named, str) else ""
     if options is None:
         shares_answers = vllm.get("method") == "suffix" and vllm.get("suffix_decoding_max_cached_requests") != 0
-        return _as_vllm_reads(resolved), Configuration("", config, not is_synthetic, shares_answers)
+        found = Configuration("", config, not is_synthetic, shares_answers, draft_model=draft_model)
+        return _as_vllm_reads(resolved), found
     shares_answers = options.caches_answers and options.suffix_decoding_scope == "shared"
     keeps_greedy_text = options.accept_policy == "normal" and not is_synthetic
-    return resolved.as_json(), Configuration("", config, keeps_greedy_text, shares_answers)
+    loss = TRAITS[options.verify_strategy].loss if options.verify_strategy else ""
+    return resolved.as_json(), Configuration("", config, keeps_greedy_text, shares_answers, loss, draft_model)
 
 
 def _as_vllm_reads(resolved: Resolved) -> str:

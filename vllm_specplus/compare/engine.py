@@ -9,6 +9,7 @@ from itertools import cycle
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from jinja2 import TemplateError
 from vllm import EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -24,6 +25,7 @@ from vllm_specplus.requests.engine_client import has_drafter
 
 _MEMORY_OF_ALL = 0.9
 _WARM_UP_TOKENS = 32
+_LOGPROBS_MODE = "raw_logits"  # only `Session.best_two` asks for logprobs
 _MATCHERS = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}
 
 
@@ -46,16 +48,16 @@ class _Parser(FlexibleArgumentParser):
 
 def _parse(options: EngineOptions) -> EngineArgs:
     parser = EngineArgs.add_cli_args(_Parser(prog="--engine-args", exit_on_error=False, add_help=False))
-    # Only `best_two` asks for logprobs.
-    parser.set_defaults(gpu_memory_utilization=_MEMORY_OF_ALL / options.num_engines, logprobs_mode="raw_logits")
+    parser.set_defaults(gpu_memory_utilization=_MEMORY_OF_ALL / options.num_engines, logprobs_mode=_LOGPROBS_MODE)
     try:
         given: Namespace = parser.parse_args(["--model", options.model, *options.words])
+        own = {"model": options.model, "speculative_config": None, "logprobs_mode": _LOGPROBS_MODE}
+        for name, expected in own.items():
+            if getattr(given, name) != expected:
+                raise RefusedError(f"--engine-args must not have --{name.replace('_', '-')}: the command sets it")
         args = EngineArgs.from_cli_args(given)
     except (ArgumentError, ValueError) as problem:
         raise RefusedError(f"--engine-args: {str(problem).splitlines()[0]}") from None
-    for name, expected in (("model", options.model), ("speculative_config", None)):
-        if getattr(args, name) != expected:
-            raise RefusedError(f"--engine-args must not have --{name.replace('_', '-')}: the command sets it")
     args.speculative_config = options.config
     return args
 
@@ -79,7 +81,7 @@ class Session:
         max_tokens: most tokens of an answer.
 
     Raises:
-        RefusedError: a prompt is too long, or has no token.
+        RefusedError: a prompt is too long, has no token, or is refused by the model's chat template.
     """
 
     def __init__(self, engine: LLMEngine, prompts: list[Prompt], max_tokens: int):
@@ -160,6 +162,13 @@ class Session:
         return str(self._tokenizer.decode(token_ids))
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        try:
+            return self._token_ids(prompt)
+        except TemplateError as problem:
+            line = str(problem).splitlines()[0]
+            raise RefusedError(f"prompt {prompt.name}: the model's chat template refuses it: {line}") from None
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
         text = prompt.text
         if text is None and getattr(self._tokenizer, "chat_template", None):
             messages = [dict(message) for message in prompt.messages]

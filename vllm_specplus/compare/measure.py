@@ -9,10 +9,10 @@ from typing import NamedTuple, TypeVar
 
 from vllm_specplus.compare.configurations import Configuration
 from vllm_specplus.compare.measurements import Difference, Measurements, is_near_tie
-from vllm_specplus.compare.processes import EngineFailedError, EngineProcess, call_by_name
+from vllm_specplus.compare.processes import EngineFailedError, EngineProcess, RefusedError, call_by_name
 from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.compare.runs import Best, EngineOptions, Run
-from vllm_specplus.compare.terminal import Advance
+from vllm_specplus.compare.terminal import Advance, NothingMeasuredInterrupt
 
 _T = TypeVar("_T")
 _SERVE = "vllm_specplus.compare.engine:serve"
@@ -120,7 +120,9 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
     """Fill `measurements`, as far as Ctrl-C lets it.
 
     Raises:
-        RefusedError: an engine refuses its options or a prompt. Nothing has been measured then.
+        RefusedError: an engine refuses its options or a prompt, and nothing has been measured. Behind a run it is a
+            failure of that configuration.
+        NothingMeasuredInterrupt: Ctrl-C came before the first run's end.
     """
     engines = _Engines(plan, logs)
     checker = _Checker(plan, measurements, engines)
@@ -148,6 +150,8 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
                     measurements.profiles[configuration.name] = profile
         checker.judge()
     except KeyboardInterrupt:
+        if not (measurements.runs or measurements.failures):
+            raise NothingMeasuredInterrupt from None
         measurements.is_interrupted = True
         checker.judge(asks=False)
     finally:
@@ -159,7 +163,9 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
 def _noting_failures(configuration: Configuration, measurements: Measurements, engines: _Engines) -> Iterator[None]:
     try:
         yield
-    except EngineFailedError as problem:
+    except (EngineFailedError, RefusedError) as problem:
+        if isinstance(problem, RefusedError) and not measurements.runs:
+            raise
         measurements.failures[configuration.name] = str(problem)
         engines.end(configuration.name)
 

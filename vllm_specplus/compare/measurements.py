@@ -135,20 +135,33 @@ def is_near_tie(best: Sequence[Best], token_ids: tuple[int | None, int | None], 
     return first - second <= _ROUNDING.get(dtype, _ROUNDING["float32"]) * max(abs(first), abs(second), 1.0)
 
 
-def recommendation(measurements: Measurements) -> str:
-    """One sentence: which configuration to use, and how sure that is."""
+def recommendation(measurements: Measurements, *, samples: bool) -> str:
+    """One sentence: which configuration to use, and how sure that is.
+
+    One whose text at temperature 0 is not the target's is for debugging, and never named.
+
+    Args:
+        samples: whether the answers were sampled. Then a lossy configuration is said to be that.
+    """
+    named, said = _best(measurements)
+    losses = {c.name: c.loss for c in measurements.configurations if c.loss and c.name in named and samples}
+    return "; ".join([said, *(f"{name} is lossy: {loss}" for name, loss in losses.items())]) + "."
+
+
+def _best(measurements: Measurements) -> tuple[list[str], str]:
+    """The names of the configurations to use, and the sentence without its full stop."""
     # After Ctrl-C some levels may be missing.
     levels = [level for level in measurements.concurrency if measurements.speeds(measurements.baseline, level)]
     unfit = measurements.defective() | {*measurements.failures}
-    sound = [c.name for c in measurements.configurations if c.name not in unfit]
+    sound = [c.name for c in measurements.configurations if c.name not in unfit and c.keeps_greedy_text]
     complete = [name for name in sound if levels and all(measurements.speeds(name, level) for level in levels)]
     if not complete:
-        return "No configuration can be recommended: none ran to its end with the right text."
+        return [], "No configuration can be recommended: none ran to its end with the right text"
     ratios = {name: measurements.ratio(name, complete[0], levels) for name in complete}
     gains = {name: ratio.value for name, ratio in ratios.items() if ratio}
     ranked = sorted(gains, key=lambda name: -gains[name])
     if len(ranked) < 2:
-        return f"Use {ranked[0]}: no other configuration is fit." if ranked else "No repeat is complete."
+        return ranked, f"Use {ranked[0]}: no other configuration is fit" if ranked else "No repeat is complete"
     best, second = ranked[:2]
     gain = measurements.ratio(best, measurements.baseline, levels)
     lead = measurements.ratio(best, second, levels)
@@ -158,18 +171,18 @@ def recommendation(measurements: Measurements) -> str:
         worth = f", {gain.value:.2f} times as fast as {measurements.baseline}{_interval(gain)}"
     ahead = f"{lead.value:.2f} times as fast as {second}"
     if lead.low is None:
-        return f"Use {best}{worth}: it was {ahead}, but one repeat cannot tell how sure that is."
+        return [best], f"Use {best}{worth}: it was {ahead}, but one repeat cannot tell how sure that is"
     repeats = f"{len(measurements.speeds(best, levels[0]))} repeats"
     if not lead.is_above(1.0):
         unsure = f"{repeats} cannot tell which is faster, {best} is {ahead}{_interval(lead)}"
-        return f"Use {best}{worth}, or {second}: {unsure}."
+        return [best, second], f"Use {best}{worth}, or {second}: {unsure}"
     exceptions = [
         f"{fastest} is fastest at concurrency {level}"
         for level in levels
         if (fastest := max(complete, key=lambda name: measurements.median(name, level) or 0.0)) != best
     ]
     but = f"; but {' and '.join(exceptions)}" if exceptions else ""
-    return f"Use {best}{worth}: it is surely {ahead}{_interval(lead)}, in {repeats}{but}."
+    return [best], f"Use {best}{worth}: it is {ahead}{_interval(lead)}, in {repeats}{but}"
 
 
 def _interval(ratio: Interval) -> str:

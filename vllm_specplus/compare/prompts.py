@@ -30,20 +30,22 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read a file of prompts: ``.jsonl`` has a JSON object a line, any other file a prompt a line.
+    """Read a file of prompts: ``.jsonl`` has a JSON object a line, ``.txt`` a prompt a line.
 
     An object has ``prompt``, a text, or ``messages``, a chat; and perhaps ``prediction``, a text.
 
     Raises:
-        RefusedError: the file cannot be read, is not UTF-8, has no prompt, or has a wrong line.
+        RefusedError: the file has another suffix, cannot be read, is not UTF-8, has no prompt, or has a wrong line.
     """
+    read = _READERS.get(path.suffix.lower())
+    if read is None:
+        raise RefusedError(f"{path} must end with {' or '.join(_READERS)}")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as problem:
         raise RefusedError(f"cannot read {path}: {problem.strerror or problem}") from None
     except UnicodeDecodeError as problem:
         raise RefusedError(f"{path} is not UTF-8 text: byte {problem.start} is wrong") from None
-    read = _of_json if path.suffix == ".jsonl" else _of_text
     # `splitlines` would part a JSON text at characters that may stand within it.
     lines = enumerate(text.split("\n"), 1)
     prompts = [read(f"{path} line {number}", line, str(number)) for number, line in lines if line.strip()]
@@ -77,7 +79,14 @@ def _of_json(place: str, line: str, name: str) -> Prompt:
         raise RefusedError(f'{place}: messages must be a list of {{"role": text, "content": text}}')
     if not isinstance(reference, str):
         raise RefusedError(f"{place}: prediction must be a text")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RefusedError(f"{place} has half of a surrogate pair, which stands for no character") from None
     return Prompt(name, text, tuple(messages or ()), reference)
+
+
+_READERS = {".jsonl": _of_json, ".txt": _of_text}
 
 
 def _is_message(value: Any) -> bool:
@@ -88,21 +97,34 @@ def _is_message(value: Any) -> bool:
     )
 
 
-def check_model(model: str) -> None:
+def check_model(model: str, place: str = "") -> str:
     """Check that a model is a folder or file here, or a repository that the hub or its cache has.
+
+    Args:
+        place: where it is named; begins the message.
+
+    Returns:
+        The model, with the user's folder in the place of ``~``.
 
     Raises:
         RefusedError: it is not.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not any((path / name).is_file() for name in _CONFIG_FILES):
-            raise RefusedError(f"the model does not exist: {model} has no config.json")
-    elif not path.is_file():
-        _check_repository(model)
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            if not any((path / name).is_file() for name in _CONFIG_FILES):
+                raise RefusedError(f"{place}the model does not exist: {model} has no config.json")
+            return str(path)
+        if path.is_file():
+            return str(path)
+    except (OSError, RuntimeError) as problem:
+        said = problem.strerror if isinstance(problem, OSError) else problem
+        raise RefusedError(f"{place}cannot read the model {model}: {said}") from None
+    _check_repository(model, place)
+    return model
 
 
-def _check_repository(name: str) -> None:
+def _check_repository(name: str, place: str) -> None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -111,4 +133,4 @@ def _check_repository(name: str) -> None:
         with suppress(HFValidationError, FileNotFoundError, OSError, HfHubHTTPError):
             hf_hub_download(name, file)
             return
-    raise RefusedError(f"the model does not exist: {name} is no folder, and no repository that can be read")
+    raise RefusedError(f"{place}the model does not exist: {name} is no folder, and no repository that can be read")

@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnwritableError as problem:
         print(problem, file=sys.stderr)
         return 2
-    except (OSError, ValueError, KeyError) as problem:
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         print(f"cannot read {folder / 'results.json'}: {problem}", file=sys.stderr)
         return 2
     return 0

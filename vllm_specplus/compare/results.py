@@ -65,7 +65,7 @@ def as_data(plan: Plan, measurements: Measurements) -> dict[str, Any]:
             }
             for name, profile in measurements.profiles.items()
         },
-        "recommendation": recommendation(measurements),
+        "recommendation": recommendation(measurements, samples=plan.temperature > 0),
     }
 
 

@@ -19,7 +19,7 @@ from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.compare.report import remove_report
 from vllm_specplus.compare.results import origin, write_files
 from vllm_specplus.compare.served import ServedModel
-from vllm_specplus.compare.terminal import INTERRUPTED, progress, table_console
+from vllm_specplus.compare.terminal import INTERRUPTED, NothingMeasuredInterrupt, progress, table_console
 from vllm_specplus.top.server import NoSampleError, Server
 
 _TIMES = ("ttft", "itl", "e2el")
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
 
     Raises:
         RefusedError: a server does not answer, or refuses a prompt, before anything is measured.
+        NothingMeasuredInterrupt: Ctrl-C came before the first run's end.
     """
     plan = ServedPlan(
         [url.rstrip("/") for url in arguments.serve],
@@ -63,6 +64,8 @@ def run(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
     try:
         asyncio.run(measure(plan, runs))
     except KeyboardInterrupt:
+        if not runs:
+            raise NothingMeasuredInterrupt from None
         is_interrupted = True
     console = table_console()
     try:

@@ -15,6 +15,10 @@ Advance = Callable[[str], None]
 _WIDTH = 120  # where the output is no terminal
 
 
+class NothingMeasuredInterrupt(KeyboardInterrupt):
+    """Ctrl-C before the end of the first run: there is nothing to write."""
+
+
 def table_console() -> Console:
     """A console as wide as a table where stdout is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_WIDTH)

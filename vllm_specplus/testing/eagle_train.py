@@ -114,7 +114,9 @@ def train_head(model: Path, folder: Path, settings: HeadSettings) -> HeadReport:
     start = time.monotonic()
     with torch.random.fork_rng(devices=[]), _progress_bar() as bar:
         torch.manual_seed(settings.seed)
+        answering = bar.add_task("the model answers", total=None)
         found, found_fresh = _texts(model, settings)
+        bar.update(answering, total=1, completed=1)
         target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
         learned = list(read_texts(target, found, settings, bar))
         fresh = list(read_texts(target, found_fresh, settings, bar))

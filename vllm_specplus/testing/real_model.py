@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folder = make_real(args.out)
         head = make_head(args.out / "eagle") if args.head else None
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError, ImportError) as error:
         print(f"error: cannot make the model in {args.out}: {error}", file=sys.stderr)
         return 1
     if not args.quiet:
