@@ -134,9 +134,9 @@ def chance(case: dict[str, Any], drafts: Sequence[tuple[int, int]]) -> list[int]
         same = [of_chain(c, n) for c in agreed_before if case["offers"][c][0][n] == said[n]]
         rivals = [of_chain(c, n) for c in agreed_before if case["offers"][c][0][n] != said[n]]
         ends = [
-            by_source(c, n)
+            by_source(c, len(tokens))
             for c, (tokens, _) in case["offers"].items()
-            if case["chains"][c] == (REFERENCE, start) and tokens == said[:n] and n > 0
+            if case["chains"][c] == (REFERENCE, 0) and tokens == model[:start] + said[:n] and n > 0
         ]
         best = against(max(same), max(ends)) if max(ends, default=0) > 0 else max(same)
         found.append(against(best, max(rivals)) if rivals else best)
@@ -783,6 +783,15 @@ def test_a_text_is_expected_to_end_with_its_reference() -> None:
         play.text += [1, 2, 3]
         choice = play.step({0: ([1, 2, 3, 4], 3), 1: ([1, 2], 3)})
     assert choice.to_lists() == [[1, 2, 3, 4]]
+
+
+def test_a_text_is_expected_to_end_with_its_reference_behind_the_models_drafts_too() -> None:
+    play = Play([(NGRAM, 1), (REFERENCE, 0)], 4, 1)
+    play.chances = [9 * ONE // 10] * _arbiter.NUM_KEYS
+    play.arbiter.set_prices(Prices(0.6, 1.0))
+    assert play.step({0: ([2, 3, 4], 3), 1: ([1, 2], 3)}, model=[1]).to_lists() == [[1, 2]]
+    for other in ([5, 2], [1, 5]):
+        assert play.step({0: ([2, 3, 4], 3), 1: (other, 3)}, model=[1]).to_lists() == [[1, 2, 3, 4]]
 
 
 def test_what_is_counted_where_a_text_goes_on_behind_a_reference() -> None:

@@ -302,19 +302,22 @@ def _rivals(offers: Offers, row: int, c: int, n: int, before: int, agreeing: int
 
 
 @compiled(allocates=False, forceinline=True)
-def _chance_of_end(offers: Offers, beliefs: Beliefs, row: int, c: int, n: int, before: int) -> int:
-    """The best chance that the text ends before token n of a chain, as a reference ends there that said the same.
+def _chance_of_end(offers: Offers, beliefs: Beliefs, row: int, c: int, n: int) -> int:
+    """The chance that the text ends before token n of a chain, as the reference ends there and said the same; else 0.
 
-    It is that of the reference's next token, if there were one. `before`: of `_agreeing`, for the token before.
+    It is that of the reference's next token, if there were one. What the model drafts before the chain is compared too.
+    The reference's chain is the last, from the start.
     """
-    best = 0
-    for other in range(len(offers.starts)):
-        if offers.starts[other] == offers.starts[c]:
-            is_meant, before = before & 1, before >> 1
-            if is_meant and offers.sources[other] == REFERENCE and offers.lengths[row, other] == n > 0:
-                chance = _chance(beliefs, row, _copied_key(offers, row, other, n), REFERENCE)
-                best = max(best, _scaled(chance, _factor(beliefs.record, row, ENDS)))
-    return best
+    reference, start = len(offers.starts) - 1, offers.starts[c]
+    length = offers.lengths[row, reference]
+    if offers.sources[reference] != REFERENCE or n == 0 or start + n != length:
+        return 0
+    for k in range(length):
+        token = offers.model[row, k] if k < start else offers.chains[row, c, k - start]
+        if token != offers.chains[row, reference, k]:
+            return 0
+    chance = _chance(beliefs, row, _copied_key(offers, row, reference, length), REFERENCE)
+    return _scaled(chance, _factor(beliefs.record, row, ENDS))
 
 
 @compiled(allocates=False, forceinline=True)
@@ -331,7 +334,7 @@ def _chance_of_token(
     """The chance of token n of a chain, with what other chains say; for `before` and `agreeing` see `_rivals`."""
     start = offers.starts[c]
     chance = _chance_of_chains(offers, beliefs, row, start, agreeing, n, passes)
-    end = _chance_of_end(offers, beliefs, row, c, n, before)
+    end = _chance_of_end(offers, beliefs, row, c, n)
     if end > 0:
         chance = _chance_against(chance, end)
     rivals = _rivals(offers, row, c, n, before, agreeing)

@@ -211,14 +211,10 @@ def _chances_of_chains(offers, beliefs, row, chains, rooms, sizes):
     """The `_ChainChances` of a request's chains, of which `rooms`, [BLOCK_CHAINS] int32, may be taken."""
     which, slots = tl.arange(0, sizes.BLOCK_CHAINS), tl.arange(0, sizes.BLOCK_WIDTH)
     is_token = slots[None, :] < rooms[:, None]
-    # A text is expected to end with its reference, as likely as that would go on.
-    is_end = (slots[None, :] == rooms[:, None]) & ((rooms > 0) & (chains.sources == _REFERENCE))[:, None]
     by_source = factors(beliefs.record, row, chains.sources + SETTLED)
     keys = copied_keys(chains.sources[:, None], chains.agreed[:, None] + slots[None, :])
-    chances = tl.load(beliefs.chances + keys, mask=is_token | is_end, other=0)
-    chances = scaled(chances, by_source[:, None])
-    own = tl.where(is_token, chances, 0)
-    ends = tl.where(is_end, scaled(chances, factors(beliefs.record, row, tl.full((), ENDS, tl.int32))), 0)
+    chances = tl.load(beliefs.chances + keys, mask=is_token, other=0)
+    own = tl.where(is_token, scaled(chances, by_source[:, None]), 0)
     keys = first_keys(chains, sizes)
     chances = tl.load(beliefs.chances + keys, mask=rooms > 0, other=0)
     chances = scaled(chances, factors(beliefs.record, row, records_of(keys, chains.sources)))
@@ -230,14 +226,42 @@ def _chances_of_chains(offers, beliefs, row, chains, rooms, sizes):
 
     p_chains = offers.chains + row * sizes.NUM_CHAINS * sizes.WIDTH
     tokens = tl.load(p_chains + which[:, None] * sizes.WIDTH + slots[None, :], mask=is_token, other=-1)
-    others = beside(own, own_first, ends, tokens, is_token, chains.starts, sizes)
-    best = tl.where(others.end > 0, against(others.best, others.end), others.best)
+    others = beside(own, own_first, tokens, is_token, chains.starts, sizes)
+    end = _chances_of_ends(offers, beliefs, row, chains, tokens, is_token, sizes)
+    best = tl.where(end > 0, against(others.best, end), others.best)
     learned = factors(beliefs.opposed, tl.full((), 0, tl.int64), chains.sources + DISPUTED)
     copied = scaled(against(best, others.rival), learned[:, None])
     first = scaled(against(others.best_first, others.rival_first), learned)
     return _ChainChances(
         tl.where(others.rival >= 0, copied, best), tl.where(others.rival_first >= 0, first, others.best_first)
     )
+
+
+@triton.jit
+def _chances_of_ends(offers, beliefs, row, chains, tokens, is_token, sizes):
+    """The chance that the text ends before each token, as the reference ends there: see the specification.
+
+    tokens: [BLOCK_CHAINS, BLOCK_WIDTH], of the chains, -1 where `is_token` is false.
+    """
+    which, slots = tl.arange(0, sizes.BLOCK_CHAINS), tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
+    is_reference = (which == sizes.NUM_CHAINS - 1) & (chains.sources == _REFERENCE)
+    length = tl.sum(tl.where(is_reference, chains.lengths, 0), axis=0)
+    said_ptr = offers.chains + (row * sizes.NUM_CHAINS + sizes.NUM_CHAINS - 1) * sizes.WIDTH
+    steps = tl.arange(0, sizes.BLOCK_STEPS)
+    is_said = steps < tl.minimum(length, sizes.NUM_STEPS)
+    drafted = tl.load(offers.model + row * sizes.NUM_STEPS + steps, mask=is_said, other=0)
+    is_same = drafted == tl.load(said_ptr + steps, mask=is_said, other=0)
+    num_same = tl.min(tl.where(is_said & is_same, sizes.BLOCK_STEPS, steps), axis=0)
+
+    places = chains.starts[:, None] + slots
+    said = tl.load(said_ptr + places, mask=(places >= 0) & (places < length), other=-2)
+    agreeing = tl.min(tl.where(tokens == said, sizes.BLOCK_WIDTH, slots), axis=1)
+    follows = (chains.starts + agreeing == length) & (chains.starts <= num_same) & (agreeing > 0)
+    key = copied_keys(_REFERENCE, tl.sum(tl.where(is_reference, chains.agreed, 0), axis=0) + length)
+    by_source = factors(beliefs.record, row, tl.full((), SETTLED + _REFERENCE, tl.int32))
+    chance = scaled(tl.load(beliefs.chances + key), by_source)
+    chance = scaled(chance, factors(beliefs.record, row, tl.full((), ENDS, tl.int32)))
+    return tl.where(is_token & follows[:, None] & (slots == agreeing[:, None]), chance, 0)
 
 
 @triton.jit

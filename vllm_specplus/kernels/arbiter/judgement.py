@@ -235,7 +235,7 @@ def _count(table, keys, is_judged, is_hit):
 def _count_opposed(opposed, table, chains, keys, tokens, is_token, is_judged, is_hit, sizes):
     """Count the tokens of chains, [BLOCK_CHAINS, BLOCK_WIDTH], that are judged and have rivals."""
     own = tl.load(table.chances + keys, mask=is_token, other=0)
-    others = beside(own, tl.zeros_like(chains.starts).to(tl.int64), None, tokens, is_token, chains.starts, sizes)
+    others = beside(own, tl.zeros_like(chains.starts).to(tl.int64), tokens, is_token, chains.starts, sizes)
     is_counted = is_judged & (others.rival >= 0)
     at = chains.sources + DISPUTED
     trials = tl.sum(is_counted.to(tl.int64), axis=1)

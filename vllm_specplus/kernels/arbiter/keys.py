@@ -146,29 +146,26 @@ def scaled(chances, factors):
 class Beside(NamedTuple):
     """The best chance of the chains that say a token, and of those that agreed until then and say another one.
 
-    best, rival, end: [BLOCK_CHAINS, BLOCK_WIDTH] int64, of each token, and that the text ends before it. best_first,
-    rival_first: [BLOCK_CHAINS] int64, of the first one with what the model's drafts tell. A rival's is -1 where there
-    is none, and an end's 0.
+    best, rival: [BLOCK_CHAINS, BLOCK_WIDTH] int64, of each token. best_first, rival_first: [BLOCK_CHAINS] int64, of the
+    first one with what the model's drafts tell. A rival's is -1 where there is none.
     """
 
     best: tl.tensor
     rival: tl.tensor
-    end: tl.tensor
     best_first: tl.tensor
     rival_first: tl.tensor
 
 
 @triton.jit
-def beside(own, own_first, ends, tokens, is_token, starts, sizes):
+def beside(own, own_first, tokens, is_token, starts, sizes):
     """The `Beside` of chains.
 
     own: [BLOCK_CHAINS, BLOCK_WIDTH] int64, the chance of each chain's tokens by itself; 0 where `is_token` is false.
-    own_first: [BLOCK_CHAINS] int64, that of the first one with what the model's drafts tell. ends: as `own`, that a
-    text ends with a chain, at its length; None if none does. tokens: of the chains, -1 where `is_token` is false.
-    starts: of `Chains`.
+    own_first: [BLOCK_CHAINS] int64, that of the first one with what the model's drafts tell. tokens: of the chains, -1
+    where `is_token` is false. starts: of `Chains`.
     """
     which, slots = tl.arange(0, sizes.BLOCK_CHAINS), tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
-    best, rival, end = own, tl.zeros_like(own) - 1, tl.zeros_like(own)
+    best, rival = own, tl.zeros_like(own) - 1
     best_first, rival_first = own_first, tl.zeros_like(own_first) - 1
     for other in range(sizes.NUM_CHAINS):
         is_other = which == other
@@ -180,14 +177,11 @@ def beside(own, own_first, ends, tokens, is_token, starts, sizes):
         best = tl.maximum(best, tl.where(slots < agreeing[:, None], chance, 0))
         is_rival = both & (slots == agreeing[:, None])
         rival = tl.maximum(rival, tl.where(is_rival, chance, -1))
-        if ends is not None:
-            chance = tl.sum(tl.where(is_other[:, None], ends, 0), axis=0)[None, :]
-            end = tl.maximum(end, tl.where(is_beside & (slots == agreeing[:, None]), chance, 0))
         chance = tl.sum(tl.where(is_other, own_first, 0), axis=0)
         best_first = tl.maximum(best_first, tl.where(agreeing > 0, chance, 0))
         is_rival_first = tl.max((is_rival & (slots == 0)).to(tl.int32), axis=1) > 0
         rival_first = tl.maximum(rival_first, tl.where(is_rival_first, chance, -1))
-    return Beside(best, rival, end, best_first, rival_first)
+    return Beside(best, rival, best_first, rival_first)
 
 
 @triton.jit
