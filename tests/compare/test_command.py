@@ -158,6 +158,18 @@ def test_a_signal_before_the_end_of_the_first_run_leaves_earlier_results(
     assert not Path("new").exists()
 
 
+def test_the_folder_of_the_user_is_known_in_a_draft_models_path(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(model.parent))
+    draft_model = {"method": "draft_model", "num_speculative_tokens": 2, "model": "~/good"}
+    assert compare(model, json.dumps(draft_model), options=("--repeat", "1")) == 0
+    assert results(model)["configurations"][1]["config"] == draft_model | {"model": str(model.parent / "good")}
+
+
+def test_a_refusal_hides_no_failure(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(model, config(2, "start"), config(3, "refuses"), options=("--repeat", "1")) == 1
+    assert "FAILED: draft_model num_speculative_tokens=2 model=start: ValueError: no memory" in capsys.readouterr().out
+
+
 def test_a_signal_while_the_page_is_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "write_report", interrupt)
     assert compare(model, config(2), options=("--repeat", "1")) == 130

@@ -57,6 +57,9 @@ def test_what_is_known_of_a_configuration_beside_its_config() -> None:
     )
     assert [bool(each.loss) for each in found] == [False, False, True, False, False]
     assert [each.draft_model for each in found] == ["", "/drafts", "/drafts", "", ""]
+    of_vllm = [{"model": "ngram"}, {"model": "pkg.module.Proposer"}, {"model": "some/head"}]
+    found = read(*(config | {"num_speculative_tokens": 2} for config in of_vllm))
+    assert [each.draft_model for each in found] == ["", "", "", "some/head"]
 
 
 @pytest.mark.parametrize(

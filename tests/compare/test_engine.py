@@ -98,15 +98,12 @@ def test_answers_do_not_all_begin_at_once() -> None:
     ]
 
 
-class Strict(Session):
-    """Its model's chat template takes users alone."""
+class Templated(Session):
+    """Its model's tokens are bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, chat_template: str) -> None:
         self._tokenizer: Any = self
-        self.chat_template = (
-            "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only users,\nnot ' + m.role) }}"
-            "{% endif %}{{ m.content }}{% endfor %}"
-        )
+        self.chat_template = chat_template
 
     def apply_chat_template(self, messages: Any, **options: Any) -> str:
         def refuse(line: str) -> None:
@@ -119,13 +116,18 @@ class Strict(Session):
 
 
 def test_a_chat_that_the_template_refuses_is_named() -> None:
-    session = Strict()
+    session = Templated("{{ messages[0].content }}")
     assert session._encode(Prompt("1", messages=({"role": "user", "content": "a"},))) == [97]
-    with pytest.raises(RefusedError, match=r"^prompt 2: the model's chat template refuses it: only users,$"):
-        session._encode(Prompt("2", messages=({"role": "tool", "content": "a"},)))
+    for text, said in (("only users,\nnot tools", "only users,"), ("", "TemplateError")):
+        session.chat_template = f"{{{{ raise_exception({text!r}) }}}}"
+        with pytest.raises(RefusedError, match=f"^prompt 2: the model's chat template refuses it: {said}$"):
+            session._encode(Prompt("2", messages=({"role": "tool", "content": "a"},)))
 
 
-@pytest.mark.parametrize("words", [("--logprobs-mode", "raw_logprobs"), ("--model", "other")])
+@pytest.mark.parametrize(
+    "words",
+    [("--logprobs-mode", "raw_logprobs"), ("--model", "other"), ("--spec-method", "ngram"), ("--spec-tokens", "3")],
+)
 def test_what_the_command_sets_itself_is_no_engine_arg(words: tuple[str, str], tmp_path: Path) -> None:
     model = str(tmp_path)
     with pytest.raises(RefusedError, match=f"^--engine-args must not have {words[0]}: the command sets it$"):

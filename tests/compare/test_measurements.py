@@ -99,6 +99,20 @@ def test_a_config_for_debugging_is_never_recommended() -> None:
     assert recommendation(found, samples=False).startswith("Use ngram: it is 2.00 times as fast as none")
 
 
+def test_a_baseline_that_failed_is_no_reason_to_recommend_nothing() -> None:
+    found = measured({"none": [], "mtp": [300, 301], "ngram": [200, 202]})
+    found.failures["none"] = "no memory"
+    assert recommendation(found, samples=False).startswith("Use mtp: it is 1.")
+
+
+def test_a_lossy_config_that_is_fastest_somewhere_is_said_to_be_that() -> None:
+    found = measured({"none": [100, 100], "mtp": [99, 99], "ngram": [300, 301]}, (1, 32), loss="it is wild")
+    for repeat in (0, 1):
+        found.add("mtp", 32, repeat, Run(1 / 310, [[1]], 0, 0, Counts()))
+    said = recommendation(found, samples=True)
+    assert said.endswith("but mtp is fastest at concurrency 32; mtp is lossy: it is wild.")
+
+
 def test_a_lossy_config_is_said_to_be_that_where_answers_are_sampled() -> None:
     speeds = {"none": [100.0, 101.0], "mtp": [300.0, 301.0]}
     said = [recommendation(measured(speeds, loss="it is wild"), samples=samples) for samples in (False, True)]

@@ -31,7 +31,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="of the servers; default $OPENAI_API_KEY"
     )
     prompts = command.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="a .jsonl file, or a text with a prompt a line")
+    prompts.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="a .jsonl file, or a .txt file with a prompt a line"
+    )
     prompts.add_argument("--workload", choices=list(WORKLOADS), help="prompts that the command brings")
     command.add_argument(
         "--config", action="append", default=[], metavar="JSON", help="a speculative config; repeat it"

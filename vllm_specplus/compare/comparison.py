@@ -7,11 +7,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_specplus.compare import served_command
-from vllm_specplus.compare.configurations import read_configurations
+from vllm_specplus.compare.configurations import Configuration, read_configurations
 from vllm_specplus.compare.measure import Plan, measure
 from vllm_specplus.compare.measurements import Measurements
 from vllm_specplus.compare.processes import RefusedError
@@ -42,8 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(problem, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        # Before the first run, whose results would replace earlier ones, or where the page is made: what was measured
-        # is written by then.
+        # Nothing was measured, so earlier results stay; or the page is being made, and the results are written.
         return INTERRUPTED
 
 
@@ -87,12 +87,9 @@ def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
 def _plan(arguments: argparse.Namespace) -> Plan:
     if not arguments.config:
         raise RefusedError("--config is needed: a speculative config, or --serve for a running server")
-    configurations = read_configurations(arguments.baseline, arguments.config)
+    configurations = [*map(_with_draft_model, read_configurations(arguments.baseline, arguments.config))]
     prompts = _prompts(arguments)
     model = check_model(arguments.model)
-    for configuration in configurations:
-        if configuration.draft_model:
-            check_model(configuration.draft_model, f"{configuration.name}: ")
     plan = Plan(
         model,
         configurations,
@@ -106,6 +103,15 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     )
     _check_repeated(plan)
     return plan
+
+
+def _with_draft_model(configuration: Configuration) -> Configuration:
+    """The configuration with its draft model checked, whose ``~`` vLLM would not know."""
+    config, named = configuration.config, configuration.draft_model
+    if not (config and named):
+        return configuration
+    found = check_model(named, f"{configuration.name}: ")
+    return replace(configuration, config=config | {"model": found}) if config.get("model") == named else configuration
 
 
 def _check_repeated(plan: Plan) -> None:

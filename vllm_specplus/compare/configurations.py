@@ -8,13 +8,12 @@ from typing import Any
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
 from vllm_specplus.config.resolve import Resolved
+from vllm_specplus.config.stock_rules import draft_checkpoint
 from vllm_specplus.strategies import TRAITS
 
 NONE = "none"
 _STRATEGY = "mtp_strategy"
 _NGRAM_METHODS = "ngram", "ngram_gpu"
-# vLLM loads no draft model by the key "model" there; of "custom_class" it names a class.
-_METHODS_WITHOUT_MODEL = (*_NGRAM_METHODS, "suffix", "naive", "custom_class")
 _PROMPT_LOOKUP = 5  # tokens of an n-gram where a config names no bound, as in vLLM's SpeculativeConfig
 
 
@@ -79,8 +78,7 @@ def _read(place: str, config: dict[str, Any]) -> tuple[str, Configuration]:
         raise RefusedError(f"{place}: {problem}") from None
     options, vllm = resolved.options, resolved.vllm
     is_synthetic = vllm.get("rejection_sample_method") == "synthetic"
-    named = None if vllm.get("method") in _METHODS_WITHOUT_MODEL else vllm.get("model")
-    draft_model = named if isinstance(named, str) else ""
+    draft_model = draft_checkpoint(vllm)
     if options is None:
         shares_answers = vllm.get("method") == "suffix" and vllm.get("suffix_decoding_max_cached_requests") != 0
         found = Configuration("", config, not is_synthetic, shares_answers, draft_model=draft_model)

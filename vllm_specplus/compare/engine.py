@@ -18,13 +18,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_specplus.compare.counts import Counts, of_plugin
 from vllm_specplus.compare.engine_times import SplitTimer
 from vllm_specplus.compare.past_answers import forget_past_answers
-from vllm_specplus.compare.processes import RefusedError
+from vllm_specplus.compare.processes import RefusedError, first_line
 from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.compare.runs import Best, EngineOptions, Profile, Run, sources_of_tokens
 from vllm_specplus.requests.engine_client import has_drafter
 
 _MEMORY_OF_ALL = 0.9
 _WARM_UP_TOKENS = 32
+_SPECULATIVE = "speculative_config", "spec_method", "spec_model", "spec_tokens"
 _LOGPROBS_MODE = "raw_logits"  # only `Session.best_two` asks for logprobs
 _MATCHERS = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}
 
@@ -51,13 +52,13 @@ def _parse(options: EngineOptions) -> EngineArgs:
     parser.set_defaults(gpu_memory_utilization=_MEMORY_OF_ALL / options.num_engines, logprobs_mode=_LOGPROBS_MODE)
     try:
         given: Namespace = parser.parse_args(["--model", options.model, *options.words])
-        own = {"model": options.model, "speculative_config": None, "logprobs_mode": _LOGPROBS_MODE}
+        own = {"model": options.model, "logprobs_mode": _LOGPROBS_MODE} | dict.fromkeys(_SPECULATIVE)
         for name, expected in own.items():
-            if getattr(given, name) != expected:
+            if getattr(given, name, None) != expected:
                 raise RefusedError(f"--engine-args must not have --{name.replace('_', '-')}: the command sets it")
         args = EngineArgs.from_cli_args(given)
     except (ArgumentError, ValueError) as problem:
-        raise RefusedError(f"--engine-args: {str(problem).splitlines()[0]}") from None
+        raise RefusedError(f"--engine-args: {first_line(problem)}") from None
     args.speculative_config = options.config
     return args
 
@@ -165,8 +166,8 @@ class Session:
         try:
             return self._token_ids(prompt)
         except TemplateError as problem:
-            line = str(problem).splitlines()[0]
-            raise RefusedError(f"prompt {prompt.name}: the model's chat template refuses it: {line}") from None
+            said = f"prompt {prompt.name}: the model's chat template refuses it: {first_line(problem)}"
+            raise RefusedError(said) from None
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         text = prompt.text

@@ -120,8 +120,8 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
     """Fill `measurements`, as far as Ctrl-C lets it.
 
     Raises:
-        RefusedError: an engine refuses its options or a prompt, and nothing has been measured. Behind a run it is a
-            failure of that configuration.
+        RefusedError: an engine refuses its options or a prompt before the first run. Behind a run, or another
+            configuration's failure, it is a failure of that configuration.
         NothingMeasuredInterrupt: Ctrl-C came before the first run's end.
     """
     engines = _Engines(plan, logs)
@@ -150,7 +150,7 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
                     measurements.profiles[configuration.name] = profile
         checker.judge()
     except KeyboardInterrupt:
-        if not (measurements.runs or measurements.failures):
+        if not measurements.runs:
             raise NothingMeasuredInterrupt from None
         measurements.is_interrupted = True
         checker.judge(asks=False)
@@ -164,7 +164,7 @@ def _noting_failures(configuration: Configuration, measurements: Measurements, e
     try:
         yield
     except (EngineFailedError, RefusedError) as problem:
-        if isinstance(problem, RefusedError) and not measurements.runs:
+        if isinstance(problem, RefusedError) and not (measurements.runs or measurements.failures):
             raise
         measurements.failures[configuration.name] = str(problem)
         engines.end(configuration.name)

@@ -138,7 +138,7 @@ def is_near_tie(best: Sequence[Best], token_ids: tuple[int | None, int | None], 
 def recommendation(measurements: Measurements, *, samples: bool) -> str:
     """One sentence: which configuration to use, and how sure that is.
 
-    One whose text at temperature 0 is not the target's is for debugging, and never named.
+    One whose text at temperature 0 is not the target's is for debugging, and never recommended.
 
     Args:
         samples: whether the answers were sampled. Then a lossy configuration is said to be that.
@@ -149,14 +149,14 @@ def recommendation(measurements: Measurements, *, samples: bool) -> str:
 
 
 def _best(measurements: Measurements) -> tuple[list[str], str]:
-    """The names of the configurations to use, and the sentence without its full stop."""
+    """The names of the configurations to use somewhere, and the sentence without its full stop."""
     # After Ctrl-C some levels may be missing.
-    levels = [level for level in measurements.concurrency if measurements.speeds(measurements.baseline, level)]
     unfit = measurements.defective() | {*measurements.failures}
     sound = [c.name for c in measurements.configurations if c.name not in unfit and c.keeps_greedy_text]
+    levels = [level for level in measurements.concurrency if any(measurements.speeds(name, level) for name in sound)]
     complete = [name for name in sound if levels and all(measurements.speeds(name, level) for level in levels)]
     if not complete:
-        return [], "No configuration can be recommended: none ran to its end with the right text"
+        return [], "No configuration can be recommended: none that is fit ran to its end"
     ratios = {name: measurements.ratio(name, complete[0], levels) for name in complete}
     gains = {name: ratio.value for name, ratio in ratios.items() if ratio}
     ranked = sorted(gains, key=lambda name: -gains[name])
@@ -176,13 +176,10 @@ def _best(measurements: Measurements) -> tuple[list[str], str]:
     if not lead.is_above(1.0):
         unsure = f"{repeats} cannot tell which is faster, {best} is {ahead}{_interval(lead)}"
         return [best, second], f"Use {best}{worth}, or {second}: {unsure}"
-    exceptions = [
-        f"{fastest} is fastest at concurrency {level}"
-        for level in levels
-        if (fastest := max(complete, key=lambda name: measurements.median(name, level) or 0.0)) != best
-    ]
+    fastest = {level: max(complete, key=lambda name: measurements.median(name, level) or 0.0) for level in levels}
+    exceptions = [f"{name} is fastest at concurrency {level}" for level, name in fastest.items() if name != best]
     but = f"; but {' and '.join(exceptions)}" if exceptions else ""
-    return [best], f"Use {best}{worth}: it is {ahead}{_interval(lead)}, in {repeats}{but}"
+    return [best, *fastest.values()], f"Use {best}{worth}: it is {ahead}{_interval(lead)}, in {repeats}{but}"
 
 
 def _interval(ratio: Interval) -> str:

@@ -95,7 +95,7 @@ def call_by_name(pipe: Connection, environment: dict[str, str], name: str, *args
     pkgutil.resolve_name(name)(pipe, *args)
 
 
-def _first_line(problem: Exception) -> str:
+def first_line(problem: Exception) -> str:
     """The first line of an error that tells what is wrong."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if isinstance(problem, ValidationError):  # the first one only counts the errors
@@ -116,7 +116,7 @@ def _run(function: Callable[..., None], args: tuple[Any, ...], log: Path, pipe: 
         # Whatever an engine raises, the process that started this one has to learn of it.
         traceback.print_exc()
         is_refusal = isinstance(problem, RefusedError)
-        line = _first_line(problem)
+        line = first_line(problem)
         if not is_refusal:
             line = f"{type(problem).__name__}: {line}; the engine's output is in {log}"
         pipe.send(_Report(line, is_refusal))

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from vllm_specplus.config.errors import SpecPlusConfigError, choices, combined_error, config_error, not_allowed_error
-from vllm_specplus.config.stock_keys import StockKeys
+from vllm_specplus.config.stock_keys import StockKeys, stock_keys
 
 # Methods for which vLLM loads no draft checkpoint.
 _NO_CHECKPOINT = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
@@ -103,6 +103,12 @@ def _method(values: Mapping[str, Any], stock: StockKeys) -> str:
     if model in ("ngram", "[ngram]"):
         return "ngram"
     return "custom_class" if _is_class_path(model) else "draft_model"
+
+
+def draft_checkpoint(values: Mapping[str, Any]) -> str:
+    """The folder or repository of the draft model that vLLM loads; "" where it loads none, or finds it by itself."""
+    model = values.get("model")
+    return model if isinstance(model, str) and _method(values, stock_keys()) not in _NO_CHECKPOINT else ""
 
 
 def _is_class_path(model: str | None) -> bool:

@@ -257,7 +257,7 @@ class Arbiter:
         max_num_reqs: requests that have state at the same time.
         num_model_steps: S, the most passes of the draft model; 0 = there is none.
         num_speculative_tokens: K, the slots of a request, >= 1.
-        sources: of each chain, its source: `NGRAM`, `SUFFIX` or `REFERENCE`.
+        sources: of each chain, its source: `NGRAM`, `SUFFIX` or `REFERENCE`, which is the last, and starts at 0.
         starts: of each chain, how many of the model's drafts it follows, 0 to S.
         is_blind: whether the model's drafts are sampled and verified by their distribution. The choice then uses only
             what was known before they were drawn, or verification would change the distribution of the text.

@@ -173,7 +173,7 @@ def make_state(
         max_num_reqs: R.
         num_model_steps: S.
         num_speculative_tokens: K.
-        chain_sources, starts: [C], of each chain.
+        chain_sources, starts: [C], of each chain. A reference's is the last, and starts at 0.
         prior: [NUM_KEYS] int64, the chances of each key before anything is known, 0 to ONE.
         is_blind: whether nothing may depend on the model's drafts that might be left out because of it.
     """
