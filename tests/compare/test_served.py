@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from vllm_specplus.cli import main
+from vllm_specplus.compare import served
 from vllm_specplus.compare.served import Answer, draft_fields, fields_of
 
 PAUSE = 0.02
@@ -313,3 +314,15 @@ def test_no_server_and_no_model(server: Served, tmp_path: Path, capsys: pytest.C
     assert compare(tmp_path / "out", server.url) == 2
     assert "no answer: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<html>\n  <b>no</b>\n</html>\n", "HTTP 501: <html> <b>no</b> </html>"),
+        (b'{"error": {"message": "no model\\nhuge"}}', "HTTP 501: no model huge"),
+        (b"x" * 999, f"HTTP 501: {'x' * 200}"),
+    ],
+)
+def test_what_a_server_says_is_one_line(body: bytes, said: str) -> None:
+    assert served._reason(501, body) == said

@@ -170,8 +170,9 @@ def _reason(status: int, body: bytes) -> str:
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = body.decode(errors="replace")[:200]
-    return f"HTTP {status}: {message}"
+        message = body.decode(errors="replace")
+    # In one line: a proxy answers with a page.
+    return f"HTTP {status}: {' '.join(str(message).split())[:200]}"
 
 
 def fields_of(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
