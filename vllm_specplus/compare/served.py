@@ -170,9 +170,9 @@ def _reason(status: int, body: bytes) -> str:
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = body.decode(errors="replace")
+        message = body.decode(errors="replace")[:200]
     # In one line: a proxy answers with a page.
-    return f"HTTP {status}: {' '.join(str(message).split())[:200]}"
+    return f"HTTP {status}: {' '.join(str(message).split())}"
 
 
 def fields_of(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
