@@ -3,8 +3,8 @@
     python examples/demo.py MODEL [--eagle HEAD] [--json FILE] [--logs FOLDER]
 
 MODEL has an MTP head and continues texts, or, with an EAGLE-3 head, answers as a chat model. Each engine runs in a
-process of its own, whose output goes to a log file. Every way of drafting must give the text of the engine without
-speculation; the exit code says whether it did.
+process of its own, whose output goes to a log file. All stay up and take turns. Every way of drafting must give the
+text of the engine without speculation; the exit code says whether it did.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -40,6 +40,8 @@ PLAIN = "no speculation"
 NGRAM = {"max_ngram_size": 5, "min_ngram_size": 2}
 # What one engine does, in units of the progress bar: a start takes about as long as ten texts.
 START_UNITS = 10
+# Between two engines' turns: threads of the one before may wait for work, and so keep a core busy.
+TURN_SECONDS = 0.3
 HOW_TO_READ = (
     "* marks the fastest way of each prompt. A step is one pass of the target: drafting saves steps. tokens/s also "
     "pays for making and checking the drafts. That is dear beside the steps of a tiny model on a CPU, and far cheaper "
@@ -47,6 +49,7 @@ HOW_TO_READ = (
 )
 
 Results = dict[str, dict[str, Any]]
+Answer = tuple[list[int], float, list[int]]
 
 
 class EngineFailedError(Exception):
@@ -68,7 +71,7 @@ class Demo:
     @property
     def units(self) -> int:
         """What one engine does, in units of the progress bar."""
-        return START_UNITS + len(self.prompts) * REPEATS
+        return START_UNITS + len(self.prompts) * (1 + REPEATS)
 
 
 def of_mtp() -> Demo:
@@ -119,15 +122,16 @@ def of_eagle(head: str) -> Demo:
     return Demo(configs, prompts)
 
 
-def run(model: str, demo: Demo, name: str, advance: Callable[[str, int], None], wait: Callable[[], Any]) -> Results:
-    """Measure one engine on all prompts.
+def serve(model: str, demo: Demo, name: str, parent: Connection) -> None:
+    """Start one engine, tell the parent, and answer each prompt that it names, until it names None.
+
+    An answer is its token ids, the seconds that it took, and what it added to each of `counters`.
 
     Args:
         model: the model's folder.
         demo: what is compared.
         name: of the engine's speculative config.
-        advance: is told what is done next, and how many units have been done since the last call.
-        wait: waits until the engine, which has started, may run.
+        parent: the other end.
     """
     from vllm import LLM, SamplingParams
 
@@ -149,32 +153,30 @@ def run(model: str, demo: Demo, name: str, advance: Callable[[str, int], None], 
             return llm.chat(list(prompt.messages), params, use_tqdm=False)
         return llm.generate([prompt.text], params, use_tqdm=False)
 
-    advance("has started", START_UNITS)
-    wait()
-    # Not measured: a new engine is slow at first, and an adaptive one has to learn what its passes bring.
-    for prompt in demo.prompts.values():
-        ask(prompt)
+    parent.send("has started")
+    while (asked := parent.recv()) is not None:
+        before, start = counters(llm), time.perf_counter()
+        answers = ask(demo.prompts[asked])
+        seconds = time.perf_counter() - start
+        counts = [b - a for a, b in zip(before, counters(llm), strict=True)]
+        parent.send((list(answers[0].outputs[0].token_ids), seconds, counts))
 
-    results, done = {}, 0
-    for name, prompt in demo.prompts.items():
-        before, seconds = counters(llm), []
-        for _ in range(REPEATS):
-            advance(name, done)
-            start = time.perf_counter()
-            answers = ask(prompt)
-            seconds.append(time.perf_counter() - start)
-            done = 1
-        output = answers[0].outputs[0]
-        after = counters(llm)
-        steps, drafts, accepted, *by_position = (b - a for a, b in zip(before, after, strict=True))
-        results[name] = {
-            "token_ids": list(output.token_ids),
-            "tokens_per_second": sorted(len(output.token_ids) / s for s in seconds),
-            "steps_per_100_tokens": 100 * steps / (REPEATS * len(output.token_ids)),
-            "tokens_per_verification": 1 + accepted / drafts if drafts else 1.0,
-            "accepted_by_position": [n / drafts if drafts else 0.0 for n in by_position],
-        }
-    return results
+
+def summary(answers: list[Answer]) -> dict[str, Any]:
+    """What the answers of one engine to one prompt show. The first is not measured.
+
+    A new engine is slow at first, and an adaptive one has to learn what its passes bring.
+    """
+    token_ids = answers[0][0]
+    measured = answers[1:]
+    steps, drafts, accepted, *by_position = (sum(numbers) for numbers in zip(*(a[2] for a in measured), strict=True))
+    return {
+        "token_ids": token_ids,
+        "tokens_per_second": sorted(len(token_ids) / seconds for _, seconds, _ in measured),
+        "steps_per_100_tokens": 100 * steps / (len(measured) * len(token_ids)),
+        "tokens_per_verification": 1 + accepted / drafts if drafts else 1.0,
+        "accepted_by_position": [n / drafts if drafts else 0.0 for n in by_position],
+    }
 
 
 def counters(llm: Any) -> list[int]:
@@ -188,18 +190,18 @@ def counters(llm: Any) -> list[int]:
 
 
 def run_in_child(model: str, demo: Demo, name: str, log: Path, parent: Connection) -> None:
-    """Send the parent progress and then the results; all that anything here prints goes to the log."""
+    """Serve the parent; all that anything here prints goes to the log."""
     with log.open("wb") as file:
         # The descriptors themselves, since libraries in C++ and vLLM's own processes print too.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    parent.send(run(model, demo, name, lambda doing, units: parent.send((doing, units)), parent.recv))
+    serve(model, demo, name, parent)
 
 
 class Child:
     """An engine in a process of its own, since a process can start only one engine once numba is loaded.
 
-    Both methods raise EngineFailedError with the end of the engine's log.
+    Its methods raise EngineFailedError with the end of the engine's log.
     """
 
     def __init__(self, model: str, demo: Demo, name: str, logs: Path):
@@ -213,18 +215,23 @@ class Child:
         # Or the pipe stays open when the child has ended.
         childs.close()
 
-    def wait_until_started(self) -> int:
-        """Wait until the engine has started; return the units done."""
-        return self._receive()[1]
+    def wait_until_started(self) -> None:
+        """Wait until the engine has started."""
+        self._receive()
 
-    def measure(self, advance: Callable[[str, int], None]) -> Results:
-        """Measure the engine; `advance` as for `run`."""
-        with suppress(BrokenPipeError):  # its end is told below
-            self._connection.send("go")
-        while isinstance(message := self._receive(), tuple):
-            advance(*message)
+    def answer(self, prompt: str) -> Answer:
+        """Let the engine answer a prompt; see `serve`."""
+        self._send(prompt)
+        return self._receive()
+
+    def end(self) -> None:
+        """Let the engine end, and wait for that."""
+        self._send(None)
         self._process.join()
-        return message
+
+    def _send(self, message: str | None) -> None:
+        with suppress(BrokenPipeError):  # its end is told by `_receive`
+            self._connection.send(message)
 
     def _receive(self) -> Any:
         try:
@@ -240,27 +247,38 @@ class Child:
 
 
 def measure_all(model: str, demo: Demo, logs: Path, console: Console) -> dict[str, Results]:
-    """Start engines two at a time and measure one after another; where there is no terminal, a line tells of each."""
+    """Start all engines, two at a time, and let them answer in turns; where there is no terminal, lines tell of it.
+
+    A machine is faster at one time than at another. Turns let that be the same for all, and every second round is
+    backwards.
+    """
     columns = SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    results: dict[str, Results] = {}
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=demo.units * len(demo.configs))
+
+        def tell(doing: str) -> None:
+            progress.update(task, description=doing)
+            if not console.is_terminal:
+                console.print(doing, highlight=False)
+
+        children: dict[str, Child] = {}
         for names in batched(demo.configs, 2):
-            progress.update(task, description=f"{' and '.join(names)}: the engines start")
-            children = {name: Child(model, demo, name, logs) for name in names}
-            for child in children.values():
-                progress.update(task, advance=child.wait_until_started())
-            for name, child in children.items():
-                title = f"{name} ({len(results) + 1} of {len(demo.configs)})"
-                if not console.is_terminal:
-                    console.print(f"runs {title}", highlight=False)
-
-                def advance(doing: str, units: int, title: str = title) -> None:
-                    progress.update(task, advance=units, description=f"{title}: {doing}")
-
-                results[name] = child.measure(advance)
-                progress.update(task, advance=1)
-    return results
+            tell(f"starts {' and '.join(names)}")
+            children |= {name: Child(model, demo, name, logs) for name in names}
+            for name in names:
+                children[name].wait_until_started()
+                progress.update(task, advance=START_UNITS)
+        answers: dict[str, dict[str, list[Answer]]] = {name: {p: [] for p in demo.prompts} for name in children}
+        for i_round in range(1 + REPEATS):
+            tell(f"round {i_round} of {REPEATS}" if i_round else "warms up")
+            for name in list(children)[:: -1 if i_round % 2 else 1]:
+                time.sleep(TURN_SECONDS)
+                for prompt in demo.prompts:
+                    answers[name][prompt].append(children[name].answer(prompt))
+                    progress.update(task, advance=1)
+        for child in children.values():
+            child.end()
+    return {name: {prompt: summary(found) for prompt, found in of.items()} for name, of in answers.items()}
 
 
 def batched(names: Iterable[str], size: int) -> Iterator[list[str]]:
@@ -320,7 +338,7 @@ def main() -> int:
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # Wide enough for the table where the output is no terminal.
-    console = Console() if sys.stdout.isatty() else Console(width=100)
+    console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(f"The engines' logs are in {logs}", highlight=False, soft_wrap=True)
     try:
         results = measure_all(args.model, demo, logs, console)

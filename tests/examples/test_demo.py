@@ -29,7 +29,7 @@ def result(tokens: list[int], speed: float, steps: float) -> dict[str, Any]:
 
 def printed(results: dict[str, demo.Results]) -> tuple[bool, str]:
     out = io.StringIO()
-    return demo.report(results, Console(width=100, file=out)), out.getvalue()
+    return demo.report(results, Console(width=120, file=out)), out.getvalue()
 
 
 def test_the_table_marks_the_fastest_way_of_each_prompt() -> None:
@@ -52,6 +52,25 @@ def test_another_text_is_told() -> None:
     assert "NO" in text
 
 
+def test_a_summary_leaves_the_first_answer_out() -> None:
+    # Steps, verifications, accepted drafts, and these by position.
+    answers = [([7, 8], 9.0, [9, 9, 9, 9]), ([7, 8], 0.5, [1, 1, 1, 1]), ([7, 8], 1.0, [2, 1, 0, 0])]
+    assert demo.summary(answers) == {
+        "token_ids": [7, 8],
+        "tokens_per_second": [2.0, 4.0],
+        "steps_per_100_tokens": 75.0,
+        "tokens_per_verification": 1.5,
+        "accepted_by_position": [0.5],
+    }
+
+
+def test_the_table_of_fast_engines_is_not_cut() -> None:
+    long = "repeat, one name changed"
+    fast = result([1, 2], 12345, 100) | {"accepted_by_position": [1.0] * 5}
+    _, text = printed({demo.PLAIN: {long: fast}, "hybrid, adaptive": {long: fast}})
+    assert "\u2026" not in text
+
+
 def test_a_failing_engine_shows_its_log(tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text("import os\nos.system('echo noise')\nraise RuntimeError('no such engine')\n")
     command = [sys.executable, str(EXAMPLES / "demo.py"), "MODEL", "--logs", str(tmp_path / "logs")]
@@ -62,7 +81,7 @@ def test_a_failing_engine_shows_its_log(tmp_path: Path) -> None:
     assert log.read_text().startswith("noise\n")
     assert "RuntimeError: no such engine" in done.stderr
     assert f"its whole output is in {log}" in done.stderr
-    assert done.stdout == f"The engines' logs are in {tmp_path / 'logs'}\n"
+    assert done.stdout == f"The engines' logs are in {tmp_path / 'logs'}\nstarts no speculation and mtp\n"
 
 
 def test_both_demos_begin_without_speculation() -> None:
@@ -70,6 +89,6 @@ def test_both_demos_begin_without_speculation() -> None:
         assert next(iter(compared.configs.items())) == (demo.PLAIN, None)
         configs = [config for config in compared.configs.values() if config is not None]
         assert len({resolve(config, strict=True).as_json() for config in configs}) == 5
-        assert compared.units == demo.START_UNITS + demo.REPEATS * len(compared.prompts)
+        assert compared.units == demo.START_UNITS + (1 + demo.REPEATS) * len(compared.prompts)
     assert [bool(prompt.reference) for prompt in compared.prompts.values()] == [False, False, True, False]
     assert {config.get("model", "HEAD") for config in compared.configs.values() if config} == {"HEAD"}

@@ -205,9 +205,18 @@ def test_a_pause_within_the_first_passes_is_no_cost(times: list[float]) -> None:
     assert meter.costs(1).first_pass == meter.passes_time(1, 1) == pytest.approx(0.2, rel=0.1)
 
 
-def test_passes_over_prompts_count_from_the_third_on_and_pauses_as_three_usual_ones() -> None:
+def test_passes_over_prompts_count_from_the_second_on_and_pauses_as_three_usual_ones() -> None:
     meter = CostMeter()
-    assert [meter.add_prompt_passes(time) for time in (9.0, 0.5, 0.5, 0.5, 20.0, 0.5)] == [0, 0, 0.5, 0.5, 1.5, 0.5]
+    times = (9.0, 0.5, 0.5, 0.5, 20.0, 0.5)
+    assert [meter.add_prompt_passes(1, 1, time) for time in times] == [0, 2 * 0.5, 0.5, 0.5, 1.5, 0.5]
+
+
+def test_the_usual_time_of_passes_over_prompts_does_not_count() -> None:
+    meter = CostMeter()
+    meter.add_step(0, 1, 1.0)
+    add_passes(meter, 1, (0.2, 0.2, 0.2))
+    times = (0.5, 0.7, 0.6, 0.1)
+    assert [meter.add_prompt_passes(1, 1, time) for time in times] == pytest.approx([0, 2 * 0.3, 0.4, 0])
 
 
 def test_before_anything_is_known_a_step_is_the_unit() -> None:

@@ -99,10 +99,12 @@ def test_passes_are_told_from_the_target(clock: SimpleNamespace) -> None:
 def test_passes_over_prompts_are_told_once(clock: SimpleNamespace) -> None:
     prices = make_prices()
     play(prices, clock, 8)
-    play_prompts(prices, 3, 2.8)
-    found = prices.agree(1)
-    # The first two may have compiled something.
-    assert found.prompt_passes == pytest.approx(2.8 / 1.35, rel=0.05)
+    play_prompts(prices, 1, 9.0)
+    assert prices.agree(1).prompt_passes == 0
+    play_prompts(prices, 1, 2.8)
+    # The first may have compiled something.
+    found = [prices.agree(1) for _ in range(8)][-1]
+    assert found.prompt_passes == pytest.approx(2 * 2.8 / 1.35, rel=0.05)
     assert found.first_pass == pytest.approx(make_prices().agree(1).first_pass * found.step)
     assert [prices.agree(1).prompt_passes for _ in range(8)][-1] == 0
 
@@ -116,7 +118,7 @@ def test_all_requests_wait_for_passes_over_a_prompt(clock: SimpleNamespace) -> N
     with_prompt.num_scheduled_tokens |= {"b": 1, "c": 50}
     prices.begin_step(with_prompt)
     prices.add_passes(2, 2.5)
-    assert prices.agree(3).prompt_passes == pytest.approx((2.5 - 0.5) * 3)
+    assert prices.agree(3).prompt_passes == pytest.approx((2.5 - 0.5) * (2 + 3))
 
 
 def test_expected_passes_never_take_all_of_a_step(clock: SimpleNamespace) -> None:
@@ -143,7 +145,7 @@ def test_nothing_is_charged_before_a_step_is_known(clock: SimpleNamespace) -> No
     clock.time += 3.0
     play(prices, clock, 2)
     prices.begin_step(step(0))
-    assert [prices.agree(1).prompt_passes for _ in range(8)][-1] == pytest.approx(3.0 / 1.05, rel=0.05)
+    assert [prices.agree(1).prompt_passes for _ in range(8)][-1] == pytest.approx(3 * 3.0 / 1.05, rel=0.05)
 
 
 @pytest.mark.parametrize("what", [{"new": True}, {"tokens": 500}, {"running": 0}])

@@ -30,7 +30,7 @@ _LEAST_SPREAD_OF_REQS = _LEAST_SPREAD_OF_VERIFICATION = 1.0
 _LINE_STEPS = 4  # that the line counts for, beside a single request's steps with so many drafts
 _LEAST_COUNT = 0.1
 _LEAST_LINE = 0.1  # of the usual time: a line may fall below nothing
-_FIT_PERIOD = 8  # steps before the first fit, and between two
+_FIT_PERIOD = 32  # the most steps between two fits; fewer while few are known
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class _Steps:
     """Steps of batches of about the same size, and what they tell."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = self._next_fit = 0
         self.fit: _Fit | None = None
         # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
         self.sums = np.zeros((5, 5))
@@ -142,7 +142,10 @@ class _Steps:
             count, usual = self._time(num_drafts)
             count += 1
             self.times[num_drafts] = count, usual + (time - usual) / count, self.number
-        return self.number < _FIT_PERIOD or self.number % _FIT_PERIOD == 0
+        if self.number < self._next_fit:
+            return False
+        self._next_fit = self.number + min(1 + self.number // 4, _FIT_PERIOD)
+        return True
 
     def _time(self, num_drafts: int) -> tuple[float, float]:
         """How many steps with so many drafts count now, and their time on average.
@@ -217,10 +220,18 @@ class CostMeter:
         if len(first) == _NUM_FIRST:
             self._passes.setdefault(size, {})[num_passes] = sorted(first)[_NUM_FIRST // 2]
 
-    def add_prompt_passes(self, time: float) -> float:
-        """Add the time of a step's passes over prompts; return it as it counts, 0 for the first ones."""
+    def add_prompt_passes(self, num_passes: int, num_reqs: int, time: float) -> float:
+        """Add the time of a step's passes over prompts; return how much of it is beyond their usual time.
+
+        The first may have compiled something. So it counts with the second, and both as the shorter of the two.
+        """
         time = _bounded(self._recent_prompts, time, 1, _MOST_TIMES_MEDIAN)
-        return time if len(self._recent_prompts) >= _NUM_FIRST else 0.0
+        if len(self._recent_prompts) == 1:
+            return 0.0
+        number = 1
+        if len(self._recent_prompts) == 2:
+            time, number = min(self._recent_prompts)[0], 2
+        return number * max(time - self.passes_time(num_passes, num_reqs), 0.0)
 
     @property
     def has_steps(self) -> bool:
