@@ -142,6 +142,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"vllm-specplus {__version__}\n"
 
 
+def test_the_package_can_be_run() -> None:
+    done = subprocess.run([sys.executable, "-m", "vllm_specplus", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"vllm-specplus {__version__}\n")
+
+
 def test_check_loads_neither_vllm_nor_torch() -> None:
     script = (
         "import sys; from vllm_specplus.cli import main; status = main(sys.argv[1:]); "

@@ -111,7 +111,10 @@ def test_one_at_a_time(model: Path) -> None:
 )
 def test_a_crash_is_a_row(fault: str, said: str, repeats: int, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(model, config(2), config(3, fault), options=("--repeat", "3")) == 1
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    # At once, and not only in the tables.
+    told = err.index(f"FAILED: draft_model num_speculative_tokens=3 model={fault}: {said}")
+    assert told < err.index(f"draft_model num_speculative_tokens=3 model={fault} has failed: left out")
     none, good, bad = results(model)["measurements"]
     assert (none["repeats"], good["repeats"], bad["repeats"]) == (3, 3, repeats)
     assert bad["error"].startswith(said)

@@ -1,6 +1,7 @@
 """Configurations as the command reads them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,9 @@ def test_what_is_known_of_a_configuration_beside_its_config() -> None:
         # A key at its neutral value changes nothing.
         ([json.dumps(MTP), json.dumps(MTP | {"mtp_strategy": "default"})], "number 1 and --config number 2 are equal"),
         (["none"], "--baseline and --config number 1 are equal"),
+        # Of a method with two names vLLM takes one, with the plugin's keys and without.
+        ([json.dumps(MTP), json.dumps(MTP | {"method": "mimo_mtp"})], "number 1 and --config number 2 are equal"),
+        ([json.dumps(HYBRID), json.dumps(HYBRID | {"method": "mimo_mtp"})], "number 1 and --config number 2 are equal"),
         (["{"], "--config number 1: .*malformed JSON"),
         ([json.dumps(MTP), '{"method": "mtp", "nonsense": 1}'], "--config number 2: .*unknown key nonsense=1"),
     ],
@@ -80,3 +84,13 @@ def test_what_is_refused(texts: list[str], said: str) -> None:
     with pytest.raises(RefusedError, match=said) as refused:
         read_configurations("none", texts)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("more", [{}, {"verify_strategy": "topp"}])
+def test_a_draft_models_folder_is_the_same_however_it_is_written(more: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    eagle = {"method": "eagle3", "num_speculative_tokens": 2, "model": str(tmp_path / "head")} | more
+    with pytest.raises(RefusedError, match="are equal"):
+        read(eagle, eagle | {"model": f"{tmp_path}/./head/"})
+    # What is no folder here may be a repository of this name.
+    read(eagle | {"model": "a/head"}, eagle | {"model": "b/head"})

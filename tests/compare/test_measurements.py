@@ -92,6 +92,8 @@ def test_a_wrong_text_is_not_recommended_but_a_near_tie_is() -> None:
     assert recommendation(found, samples=False).startswith("Use mtp")
     found.differences = [Difference("mtp", 1, "p", 0, "a", "b", [], is_near_tie=False)]
     assert recommendation(found, samples=False) == "Use none: no other configuration is fit."
+    found.failures["mtp"] = "no memory"
+    assert recommendation(found, samples=False) == "Use none: no other configuration ran to its end."
 
 
 def test_a_config_for_debugging_is_never_recommended() -> None:

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
+from vllm_specplus.config.keys import real_method
 from vllm_specplus.config.resolve import Resolved
+from vllm_specplus.config.stock_keys import stock_keys
 from vllm_specplus.config.stock_rules import draft_checkpoint
 from vllm_specplus.strategies import TRAITS
 
@@ -82,21 +85,29 @@ def _read(place: str, config: dict[str, Any]) -> tuple[str, Configuration]:
     if options is None:
         shares_answers = vllm.get("method") == "suffix" and vllm.get("suffix_decoding_max_cached_requests") != 0
         found = Configuration("", config, not is_synthetic, shares_answers, draft_model=draft_model)
-        return _as_vllm_reads(resolved), found
+        return _meaning(resolved), found
     shares_answers = options.caches_answers and options.suffix_decoding_scope == "shared"
     keeps_greedy_text = options.accept_policy == "normal" and not is_synthetic
     loss = TRAITS[options.verify_strategy].loss if options.verify_strategy else ""
-    return resolved.as_json(), Configuration("", config, keeps_greedy_text, shares_answers, loss, draft_model)
+    return _meaning(resolved), Configuration("", config, keeps_greedy_text, shares_answers, loss, draft_model)
 
 
-def _as_vllm_reads(resolved: Resolved) -> str:
-    """A config of vLLM's own as text, in which one bound of n-grams stands for the other, as vLLM has it."""
+def _meaning(resolved: Resolved) -> str:
+    """What a config means, as text that two equal ones share: with vLLM's own reading of its keys.
+
+    Of a method with two names vLLM takes one. Of vLLM's own n-grams one bound stands for the other. A draft model's
+    folder may be written in several ways.
+    """
+    vllm = dict(resolved.vllm)
+    if "method" in vllm:
+        vllm["method"] = real_method(vllm["method"], stock_keys())
+    if (folder := draft_checkpoint(vllm)) and (path := Path(folder).expanduser()).is_dir():
+        vllm["model"] = str(path.resolve())
     bounds = "prompt_lookup_min", "prompt_lookup_max"
-    given = [resolved.vllm[name] for name in bounds if resolved.vllm.get(name) is not None]
-    if resolved.vllm.get("method") in _NGRAM_METHODS and len(given) < len(bounds):
-        both = dict.fromkeys(bounds, given[0] if given else _PROMPT_LOOKUP)
-        resolved = replace(resolved, vllm=resolved.vllm | both)
-    return resolved.as_json()
+    given = [vllm[name] for name in bounds if vllm.get(name) is not None]
+    if resolved.options is None and vllm.get("method") in _NGRAM_METHODS and len(given) < len(bounds):
+        vllm |= dict.fromkeys(bounds, given[0] if given else _PROMPT_LOOKUP)
+    return replace(resolved, vllm=vllm).as_json()
 
 
 def _names(configs: list[dict[str, Any] | None]) -> list[str]:

@@ -1,6 +1,7 @@
 """Runs all configurations in turns, each engine in a process of its own."""
 
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,9 +134,10 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
                 engines.get(configuration)
         for repeat, level, configuration in plan.turns():
             name = configuration.name
-            advance(f"{name}, concurrency {level}, repeat {repeat + 1} of {plan.repeats}")
             if name in measurements.failures:
+                advance(f"{name} has failed: left out")
                 continue
+            advance(f"{name}, concurrency {level}, repeat {repeat + 1} of {plan.repeats}")
             with _noting_failures(configuration, measurements, engines):
                 run = engines.get(configuration).call(
                     "run", plan.order(level), level, plan.temperature, plan.before(level)
@@ -167,6 +169,8 @@ def _noting_failures(configuration: Configuration, measurements: Measurements, e
         if isinstance(problem, RefusedError) and not (measurements.runs or measurements.failures):
             raise
         measurements.failures[configuration.name] = str(problem)
+        # The tables say so too, but that may be hours later. A progress bar lets a line pass above it.
+        print(f"FAILED: {configuration.name}: {problem}", file=sys.stderr)
         engines.end(configuration.name)
 
 

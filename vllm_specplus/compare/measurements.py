@@ -160,8 +160,12 @@ def _best(measurements: Measurements) -> tuple[list[str], str]:
     ratios = {name: measurements.ratio(name, complete[0], levels) for name in complete}
     gains = {name: ratio.value for name, ratio in ratios.items() if ratio}
     ranked = sorted(gains, key=lambda name: -gains[name])
-    if len(ranked) < 2:
-        return ranked, f"Use {ranked[0]}: no other configuration is fit" if ranked else "No repeat is complete"
+    if not ranked:
+        return ranked, "No repeat is complete"
+    if len(ranked) == 1:
+        others = {c.name for c in measurements.configurations} - {*ranked}
+        lack = "ran to its end" if others <= {*measurements.failures} else "is fit"
+        return ranked, f"Use {ranked[0]}: no other configuration {lack}"
     best, second = ranked[:2]
     gain = measurements.ratio(best, measurements.baseline, levels)
     lead = measurements.ratio(best, second, levels)
