@@ -218,6 +218,25 @@ def test_a_source_that_turns_bad_and_back_is_followed_within_50_steps() -> None:
     assert follow(play, True, 50)[-1] == 8
 
 
+def test_a_model_that_turns_bad_and_back_is_followed_within_50_steps() -> None:
+    play = Play([], 8, num_steps=3)
+    play.arbiter.set_prices(Prices(0.02, 1.0, 0.05, 0.05))
+
+    def follow_model(is_right: bool) -> list[tuple[int, int]]:
+        """50 steps; of each the passes and the drafts."""
+        found = []
+        for _ in range(50):
+            drafts = int(play.step({}, [7, 7, 7]).num_drafts[0])
+            found.append((play.num_passes, drafts))
+            play.text += [7] * (drafts + 1) if is_right else [8]
+        return found
+
+    assert follow_model(True)[-1] == (3, 3)
+    # One pass keeps the draft cache up.
+    assert follow_model(False)[-5:] == [(1, 0)] * 5
+    assert follow_model(True)[-1] == (3, 3)
+
+
 def test_drafts_worth_less_than_verification_are_dropped_and_tried_now_and_then() -> None:
     play = Play([(NGRAM, 0)], 8)
     play.arbiter.set_prices(Prices(0.05, 1.0, verification=2.0))

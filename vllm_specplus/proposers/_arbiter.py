@@ -49,9 +49,9 @@ PRIOR_DISPUTED_MISSES = 2 * ONE
 LUCKY_DISPUTED_MISSES = 1 * ONE
 MAX_EXPECTED = 32 * ONE  # hits of a record; then all of it is halved
 DOUBT = ONE >> 8  # what is added to the chance that a token is wrong where chains differ, since two may seem certain
-MAX_GAIN_TRIALS = 64
+MAX_GAIN_TRIALS = 16
 PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
-PRIOR_GAIN_TRIALS = 2
+PRIOR_GAIN_TRIALS = 2  # one less for every four trials; so with half of the most trials there is none
 PASS_PERIOD = 32  # steps until passes that seem useless are made once more
 NO_CHAIN = -1
 ALL_CHAINS = -1  # of a start, a bit for each
@@ -724,8 +724,9 @@ def _class_of_history(offers: Offers, row: int) -> int:
 
 @compiled(allocates=False, forceinline=True)
 def _expected_gain(total: int, trials: int) -> int:
-    """What a pass adds on average, with what is expected of one that nothing is known of."""
-    return (total + PRIOR_GAIN * PRIOR_GAIN_TRIALS) // (trials + PRIOR_GAIN_TRIALS)
+    """What a pass adds on average, with what is expected of one that little is known of."""
+    prior = max(PRIOR_GAIN_TRIALS - trials // 4, 0)
+    return (total + PRIOR_GAIN * prior) // (trials + prior)
 
 
 @compiled(allocates=False, forceinline=True)

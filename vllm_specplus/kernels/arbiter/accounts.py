@@ -187,8 +187,9 @@ def _settle_kernel(
 
 @triton.jit
 def _expected_gains(sums, trials):
-    """What each pass adds on average, with what is expected of one that nothing is known of."""
-    return _divide(sums + PRIOR_GAIN * PRIOR_GAIN_TRIALS, trials + PRIOR_GAIN_TRIALS)
+    """What each pass adds on average, with what is expected of one that little is known of."""
+    prior = tl.maximum(PRIOR_GAIN_TRIALS - trials // 4, 0)
+    return _divide(sums + PRIOR_GAIN * prior, trials + prior)
 
 
 @triton.jit
