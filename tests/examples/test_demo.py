@@ -20,6 +20,7 @@ def result(tokens: list[int], speed: float, steps: float) -> dict[str, Any]:
     """Return what a run reports of one prompt; half of the drafts at the first position were accepted."""
     return {
         "token_ids": tokens,
+        "is_always_the_same": True,
         "tokens_per_second": [speed - 10, speed, speed + 10],
         "steps_per_100_tokens": steps,
         "tokens_per_verification": 1.5,
@@ -52,11 +53,19 @@ def test_another_text_is_told() -> None:
     assert "NO" in text
 
 
+def test_a_text_that_another_round_does_not_repeat_is_told() -> None:
+    answers = [([7, 8], 1.0, [1, 0, 0]), ([7, 8], 1.0, [1, 0, 0]), ([7, 9], 1.0, [1, 0, 0])]
+    equal, text = printed({demo.PLAIN: {"one": result([7, 8], 100, 100)}, "mtp": {"one": demo.summary(answers)}})
+    assert not equal
+    assert "NO" in text
+
+
 def test_a_summary_leaves_the_first_answer_out() -> None:
     # Steps, verifications, accepted drafts, and these by position.
     answers = [([7, 8], 9.0, [9, 9, 9, 9]), ([7, 8], 0.5, [1, 1, 1, 1]), ([7, 8], 1.0, [2, 1, 0, 0])]
     assert demo.summary(answers) == {
         "token_ids": [7, 8],
+        "is_always_the_same": True,
         "tokens_per_second": [2.0, 4.0],
         "steps_per_100_tokens": 75.0,
         "tokens_per_verification": 1.5,
