@@ -314,7 +314,18 @@ def test_safe_to_capture_in_a_cuda_graph(strategy: str, monkeypatch: pytest.Monk
                 kernels.verify(inputs, workspace)
         grids.append({name: launch.grids for name, launch in launches.items()})
     assert grids[0] == grids[1]
+    # Programs are for the twelve rows, and not for the 36 slots that three requests have.
+    assert max(grid[0] for found in grids[0].values() for grid in found) == 12
     assert len(grids[0]["accept_greedy_kernel" if strategy == "greedy" else "emit_kernel"]) == 1
+
+
+def test_outputs_of_a_step_are_its_own_and_scratch_is_kept() -> None:
+    """vLLM still copies the last step's tokens while the next step runs."""
+    kept = Workspace.allocate(12, 3, 300, 12, "cpu")
+    first, second = kept.with_outputs(3, 12), kept.with_outputs(3, 12)
+    for name in ("token_ids", "num_tokens"):
+        assert getattr(first, name).data_ptr() != getattr(second, name).data_ptr()
+    assert first.stats is second.stats is kept.stats
 
 
 class Addresses:
