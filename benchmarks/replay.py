@@ -38,10 +38,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from common import environment, num_right, write_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -59,6 +60,22 @@ ALL = "all"
 
 class TraceError(ValueError):
     """A trace file that cannot be replayed; the message names the trace and what is wrong."""
+
+
+_TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class TraceRow(BaseModel):
+    """A trace as the file has it."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    kind: str
+    name: str
+    prompt: _TokenIds
+    output: _TokenIds
+    drafts: list[_TokenIds]
+    reference: _TokenIds | None = None
 
 
 @dataclass(frozen=True)
@@ -146,11 +163,16 @@ def read_traces(path: Path, passes: int) -> list[Trace]:
 
 def _trace(row: Any, number: int, passes: int) -> Trace:
     try:
-        kind, name, drafts = str(row["kind"]), str(row["name"]), row["drafts"]
-        prompt, output = (np.array(row[key], np.int32).reshape(-1) for key in ("prompt", "output"))
-        reference = None if row.get("reference") is None else np.array(row["reference"], np.int32)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise TraceError(f"trace {number}: needs kind, name, prompt, output and drafts: {error!r}") from None
+        given = TraceRow.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the trace"
+        raise TraceError(
+            f"trace {number}: needs kind, name, prompt, output and drafts: {where}: {first['msg']}"
+        ) from None
+    kind, name, drafts = given.kind, given.name, given.drafts
+    prompt, output = np.array(given.prompt, np.int32), np.array(given.output, np.int32)
+    reference = None if given.reference is None else np.array(given.reference, np.int32)
     if kind == ALL:
         raise TraceError(f"trace {name!r}: kind {ALL!r} is not allowed: it stands for all kinds together")
     if len(drafts) == len(output) - 1:

@@ -1,7 +1,9 @@
 """The arbiter on Model Runner V2: texts, offers and choice stay on the device.
 
 The host decides one thing, how many passes of the draft model to launch. It goes by what the device has reported of an
-earlier step, so it does not wait. Every worker of a group reads the report of the same step, and so decides alike.
+earlier step: of the last one, whose end a synchronous step has waited for anyway, or with asynchronous scheduling of
+the one before that. So it hardly ever waits. Every worker of a group reads the report of the same step, and so decides
+alike.
 """
 
 import time
