@@ -173,8 +173,8 @@ def summary(answers: list[Answer]) -> dict[str, Any]:
     return {
         "token_ids": token_ids,
         "is_always_the_same": all(again == token_ids for again, *_ in measured),
-        "tokens_per_second": sorted(len(token_ids) / seconds for _, seconds, _ in measured),
-        "steps_per_100_tokens": 100 * steps / (len(measured) * len(token_ids)),
+        "tokens_per_second": sorted(len(again) / seconds for again, seconds, _ in measured),
+        "steps_per_100_tokens": 100 * steps / sum(len(again) for again, *_ in measured),
         "tokens_per_verification": 1 + accepted / drafts if drafts else 1.0,
         "accepted_by_position": [n / drafts if drafts else 0.0 for n in by_position],
     }
@@ -250,8 +250,7 @@ class Child:
 def measure_all(model: str, demo: Demo, logs: Path, console: Console) -> dict[str, Results]:
     """Start all engines, two at a time, and let them answer in turns; where there is no terminal, lines tell of it.
 
-    A machine is faster at one time than at another. Turns let that be the same for all, and every second round is
-    backwards.
+    A machine is faster at one time than at another, which turns even out. Every second round is backwards.
     """
     columns = SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -93,4 +93,4 @@ def test_a_draft_models_folder_is_the_same_however_it_is_written(more: dict[str,
     with pytest.raises(RefusedError, match="are equal"):
         read(eagle, eagle | {"model": f"{tmp_path}/./head/"})
     # What is no folder here may be a repository of this name.
-    read(eagle | {"model": "a/head"}, eagle | {"model": "b/head"})
+    read(*(eagle | {"model": name} for name in ("a/head", "b/head", "~nobody/head", "long" * 100)))

@@ -237,6 +237,18 @@ def test_a_model_that_turns_bad_and_back_is_followed_within_50_steps() -> None:
     assert follow_model(True)[-1] == (3, 3)
 
 
+def test_passes_that_add_nothing_are_made_once_more_every_32_steps() -> None:
+    play = Play([], 8, num_steps=3)
+    play.arbiter.set_prices(Prices(0.02, 1.0, 0.0, 0.05))
+    tried = []
+    for i in range(300):
+        play.step({}, [7, 7, 7])
+        if play.num_passes == 3:
+            tried.append(i)
+        play.text.append(8)
+    assert {later - earlier for earlier, later in pairwise(tried) if earlier > 100} == {32}
+
+
 def test_drafts_worth_less_than_verification_are_dropped_and_tried_now_and_then() -> None:
     play = Play([(NGRAM, 0)], 8)
     play.arbiter.set_prices(Prices(0.05, 1.0, verification=2.0))

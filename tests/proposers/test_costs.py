@@ -373,3 +373,9 @@ def test_prices_have_each_number_of_drafts() -> None:
         pace.add(2.0, 1.0)
     prices = pace.prices(Costs(50.0, 1.0, verification=5.0, more=(10.0, -15.0)), 1)
     assert prices.more == pytest.approx((0.4, -0.6), rel=0.01)
+
+
+def test_each_request_waits_for_the_passes_over_the_prompts_of_its_step() -> None:
+    meter = CostMeter()
+    batches = (1, 16, 4)
+    assert [meter.add_prompt_passes(1, num_reqs, 0.5) for num_reqs in batches] == [0, (1 + 16) * 0.5, 4 * 0.5]

@@ -1,9 +1,9 @@
 """The configurations that are compared: read, checked, and named."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from vllm_specplus.compare.processes import RefusedError
@@ -101,8 +101,8 @@ def _meaning(resolved: Resolved) -> str:
     vllm = dict(resolved.vllm)
     if "method" in vllm:
         vllm["method"] = real_method(vllm["method"], stock_keys())
-    if (folder := draft_checkpoint(vllm)) and (path := Path(folder).expanduser()).is_dir():
-        vllm["model"] = str(path.resolve())
+    if os.path.isdir(folder := draft_checkpoint(vllm)):
+        vllm["model"] = os.path.realpath(folder)
     bounds = "prompt_lookup_min", "prompt_lookup_max"
     given = [vllm[name] for name in bounds if vllm.get(name) is not None]
     if resolved.options is None and vllm.get("method") in _NGRAM_METHODS and len(given) < len(bounds):

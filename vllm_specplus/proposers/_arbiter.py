@@ -774,7 +774,9 @@ def plan_passes(
         if is_present[which]:
             gains.steps_since_all[which] += 1
             # The less is known of the last pass, the sooner it is made again.
-            if gains.steps_since_all[which] >= min(PASS_PERIOD, 2 + 2 * gains.trials[which, num_passes - 1]):
+            trials = gains.trials[which, num_passes - 1]
+            period = 2 + 2 * trials if trials < MAX_GAIN_TRIALS // 2 else PASS_PERIOD
+            if gains.steps_since_all[which] >= period:
                 planned = num_passes
     for which in range(NUM_LENGTHS):
         if is_present[which] and planned == num_passes:

@@ -16,7 +16,7 @@ _PRIOR_STEPS = 8  # of one token each, before the first: a lucky first step woul
 _COST_MEMORY = 256
 _NUM_RECENT = 32
 _MOST_TIMES_MEDIAN = 3.0  # what took longer, for its tokens, counts as this: a pause of the machine is no cost
-_NUM_FIRST = 3  # measured before anything counts: any of them may have compiled something, or met a pause
+_NUM_FIRST = 3  # measured before a step or a pass counts: each may have compiled something, or met a pause
 _LINE_MEMORY = 64
 _MOST_TIMES_USUAL = 2.0
 _LINE_WEIGHT = 0.25  # of the usual cost of a slot, as of steps with a slot more for each request
@@ -195,6 +195,7 @@ class CostMeter:
         self._first_passes: dict[int, dict[int, list[tuple[float, int]]]] = {}
         self._passes: dict[int, dict[int, tuple[float, float]]] = {}
         self._recent_prompts: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
+        self._first_prompts = 0, 0  # passes and requests of the first passes over prompts
 
     def add_step(self, num_drafts: int, num_reqs: int, time: float) -> float:
         """Add a step of the target in which `num_reqs` requests had some drafts; return the time as it counts."""
@@ -221,17 +222,22 @@ class CostMeter:
             self._passes.setdefault(size, {})[num_passes] = sorted(first)[_NUM_FIRST // 2]
 
     def add_prompt_passes(self, num_passes: int, num_reqs: int, time: float) -> float:
-        """Add the time of a step's passes over prompts; return how much of it is beyond their usual time.
+        """Add the time of a step's passes over prompts, for which all its requests wait.
 
         The first may have compiled something. So it counts with the second, and both as the shorter of the two.
+
+        Returns:
+            How much of it counts beyond the usual time of as many passes, once for each request.
         """
         time = _bounded(self._recent_prompts, time, 1, _MOST_TIMES_MEDIAN)
         if len(self._recent_prompts) == 1:
+            self._first_prompts = num_passes, num_reqs
             return 0.0
-        number = 1
+        counted = [(num_passes, num_reqs)]
         if len(self._recent_prompts) == 2:
-            time, number = min(self._recent_prompts)[0], 2
-        return number * max(time - self.passes_time(num_passes, num_reqs), 0.0)
+            time = min(self._recent_prompts)[0]
+            counted.append(self._first_prompts)
+        return sum(max(time - self.passes_time(passes, reqs), 0.0) * reqs for passes, reqs in counted)
 
     @property
     def has_steps(self) -> bool:

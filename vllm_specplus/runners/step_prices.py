@@ -143,7 +143,7 @@ class StepPrices:
         self._pace.add(num_emitted / num_reqs, (counted + in_passes) / self._meter.step_time(num_reqs))
 
     def _enter_prompt_passes(self, num_passes: int, num_reqs: int, seconds: float) -> None:
-        self._prompts_time += self._meter.add_prompt_passes(num_passes, num_reqs, seconds) * num_reqs
+        self._prompts_time += self._meter.add_prompt_passes(num_passes, num_reqs, seconds)
 
     def _postpone(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function later, after those before it: what a step's time tells is read with the next prices.

@@ -223,7 +223,7 @@ def _plan(gains, expected, trials, num_requests, num_awake, prices, sizes):
     since_all = tl.load(gains.steps_since_all + classes, mask=is_present, other=0) + is_present.to(tl.int64)
     # The less is known of the last pass, the sooner it is made again.
     last_trials = tl.sum(tl.where(steps[None, :] == sizes.NUM_STEPS - 1, trials, 0), axis=1)
-    is_due = since_all >= tl.minimum(PASS_PERIOD, 2 + 2 * last_trials)
+    is_due = since_all >= tl.where(last_trials < MAX_GAIN_TRIALS // 2, 2 + 2 * last_trials, PASS_PERIOD)
     planned = tl.where(tl.max((is_present & is_due).to(tl.int32), axis=0) > 0, sizes.NUM_STEPS, planned)
     since_all = tl.where(planned == sizes.NUM_STEPS, 0, since_all)
     tl.store(gains.steps_since_all + classes, since_all, mask=is_present)
