@@ -20,7 +20,10 @@ SENTINEL = -99
 
 
 class Event:
-    """Stands in for `torch.cuda.Event`; lists in `waited` the numbers, by creation, of the events waited for."""
+    """Stands in for `torch.cuda.Event`; lists in `waited` the numbers, by creation, of the events waited for.
+
+    One that nothing has recorded must not be waited for: that would end at once.
+    """
 
     count = 0
     waited: ClassVar[list[int]] = []
@@ -28,13 +31,15 @@ class Event:
 
     def __init__(self, blocking: bool) -> None:
         Event.blocking.append(blocking)
+        self._is_recorded = False
         self.number = Event.count
         Event.count += 1
 
     def record(self) -> None:
-        pass
+        self._is_recorded = True
 
     def synchronize(self) -> None:
+        assert self._is_recorded
         Event.waited.append(self.number)
 
     @classmethod

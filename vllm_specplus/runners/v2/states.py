@@ -50,13 +50,13 @@ class VariableLengthHandler(DraftTokensHandler):
         super().__init__(device)
         self._drafting: Drafting | None = None
         self._num_drafts: np.ndarray | None = None
-        self._is_counted: torch.cuda.Event | None = None
+        self._counts_copied: torch.cuda.Event | None = None
 
     def set_drafting(self, drafting: Drafting) -> None:
         """Set what knows how many drafts each request has."""
         self._drafting = drafting
         # vLLM's own event sleeps while it waits, and wakes up late. A synchronous step cannot go on meanwhile.
-        self._is_counted = torch.cuda.Event(blocking=drafting.is_async)
+        self._counts_copied = torch.cuda.Event(blocking=drafting.is_async)
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
         """Note this step's drafts, [num_reqs, K] int64, and start to copy their numbers to the host."""
@@ -70,16 +70,16 @@ class VariableLengthHandler(DraftTokensHandler):
         with torch.cuda.stream(self.copy_stream):
             self._num_drafts = async_copy_to_np(num_drafts)
             num_drafts.record_stream(self.copy_stream)
-            assert self._is_counted is not None
-            self._is_counted.record()
+            assert self._counts_copied is not None
+            self._counts_copied.record()
 
     def get_draft_tokens(self) -> DraftTokenIds | None:
         """Return the drafts of each request, without padding; waits for the copy of their numbers."""
         drafts = super().get_draft_tokens()
         if drafts is None or self._num_drafts is None:
             return drafts
-        assert self._is_counted is not None
-        self._is_counted.synchronize()
+        assert self._counts_copied is not None
+        self._counts_copied.synchronize()
         counts = self._num_drafts.tolist()
         return DraftTokenIds(
             drafts.req_ids, [row[:count] for row, count in zip(drafts.draft_token_ids, counts, strict=True)]
