@@ -35,7 +35,8 @@ FURTHER_SETTINGS = {
 }
 WITH_TIES = ("top-p", "top-p+top-k")
 SAMPLED = "T=0.8, sampled drafts"
-MANY_DRAFTS, OF_MANY_DRAFTS = 16, ("greedy", "T=0.8", "top-p")
+MANY_DRAFTS = 16
+OF_MANY_DRAFTS = {"rejection": ("greedy", "T=0.8", "top-p"), "target_match": ("T=0.8", "top-p")}
 OUR_KERNELS = Path(vllm_specplus.__file__).parent / "kernels"
 _CERTAIN_LOGIT, _TIE_STEP = 100.0, 0.5
 _ALL_SETTINGS = SETTINGS | FURTHER_SETTINGS | {SAMPLED: SETTINGS["T=0.8"]}
@@ -120,7 +121,8 @@ def steps(shape: Shape) -> Iterator[Step]:
         yield from (Step(method, setting, "ties", shape) for setting in WITH_TIES)
     yield from (Step("rejection", SAMPLED, rows, shape) for rows in ROWS)
     many = replace(shape, num_rows=MANY_DRAFTS + 1)
-    yield from (Step("rejection", setting, "certain", many) for setting in OF_MANY_DRAFTS)
+    for method, settings in OF_MANY_DRAFTS.items():
+        yield from (Step(method, setting, "certain", many) for setting in settings)
     yield from (Step(DRAFTS, function, "", shape) for function in CALLS)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from configs import BATCHES, CONFIGS, DRY_BATCHES
+from configs import BATCHES, CONFIGS, DRY_BATCHES, SAME_MODEL
 from torch.profiler import ProfilerActivity, profile
 
 from examples.demo import counters, of_mtp
@@ -160,8 +160,10 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     options = ON_GPU | (OF_BATCHES if args.speed else {})
-    with engine(args.model, CONFIGS[args.name], **({} if args.dry else options)) as e:
-        config = CONFIGS[args.name]
+    config = CONFIGS[args.name]
+    if config is not None and config.get("model") == SAME_MODEL:
+        config = config | {"model": str(args.model)}
+    with engine(args.model, config, **({} if args.dry else options)) as e:
         # Without a reference this method drafts nothing.
         has_references = config is not None and config["method"] == "naive"
         found: dict[str, Any] = {"texts": texts(e, args.dry, has_references)}

@@ -1,9 +1,11 @@
 """What the parts of a step cost, measured while the engine runs, and their prices in tokens."""
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +33,7 @@ _LINE_STEPS = 4  # that the line counts for, beside a single request's steps wit
 _LEAST_COUNT = 0.1
 _LEAST_LINE = 0.1  # of the usual time: a line may fall below nothing
 _FIT_PERIOD = 32  # the most steps between two fits; fewer while few are known
+_PAIRS = tuple(combinations_with_replacement(range(5), 2))  # of the numbers of a step
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,34 @@ def _mixed(old: tuple[float, float], new: tuple[float, float], share: float) -> 
     return old[0] + (new[0] - old[0]) * share, old[1] + (new[1] - old[1]) * share
 
 
+class _RecentTimes:
+    """The last times of steps, each with its tokens."""
+
+    def __init__(self) -> None:
+        self._in_turn: deque[tuple[float, int]] = deque()
+        self._in_order: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._in_turn)
+
+    @property
+    def least(self) -> float:
+        """The shortest time."""
+        return self._in_order[0][0]
+
+    def bounded(self, time: float, num_tokens: int, most: float) -> float:
+        """Add a time; return it as it counts beside the others: at most so many times the usual.
+
+        A step with more tokens than usual may take longer in the same proportion.
+        """
+        self._in_turn.append((time, num_tokens))
+        insort(self._in_order, (time, num_tokens))
+        if len(self._in_turn) > _NUM_RECENT:
+            del self._in_order[bisect_left(self._in_order, self._in_turn.popleft())]
+        usual_time, usual_tokens = self._in_order[len(self._in_order) // 2]
+        return min(time, most * usual_time * max(num_tokens / usual_tokens, 1.0))
+
+
 class _Fit(NamedTuple):
     """The usual step, and what one more request adds, and a slot, and any drafts at all.
 
@@ -125,17 +156,18 @@ class _Steps:
     def __init__(self) -> None:
         self.number = self._next_fit = 0
         self.fit: _Fit | None = None
-        # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time.
-        self.sums = np.zeros((5, 5))
+        # Decayed sums over steps, of the products of each two of: 1, requests, drafts, whether there are any, time. As
+        # numbers of Python: among the work of a step an operation of numpy takes several times as long as these.
+        self.sums = [0.0] * len(_PAIRS)
         # Of a single request's steps, by their drafts: how many counted with the last one, their time on average, and
         # the number of that step.
         self.times: dict[int, tuple[float, float, int]] = {}
 
     def add(self, num_drafts: int, num_reqs: int, time: float) -> bool:
         """Add a step; whether it is time for another fit."""
-        step = np.array([1.0, num_reqs, num_drafts, num_drafts > 0, time])
-        self.sums *= 1 - 1 / _COST_MEMORY
-        self.sums += step[:, None] * step
+        step = (1.0, num_reqs, num_drafts, num_drafts > 0, time)
+        kept = 1 - 1 / _COST_MEMORY
+        self.sums = [total * kept + step[i] * step[j] for total, (i, j) in zip(self.sums, _PAIRS, strict=True)]
         self.number += 1
         if num_reqs == 1 and self.fit is not None:
             time = min(time, _MOST_TIMES_USUAL * self.fit.line(num_drafts))
@@ -189,17 +221,17 @@ class CostMeter:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
+        self._recent = _RecentTimes()
         self._steps_by_size: dict[int, _Steps] = {}
         # By size, and then by the number of passes: time and requests, of the first ones and on average.
         self._first_passes: dict[int, dict[int, list[tuple[float, int]]]] = {}
         self._passes: dict[int, dict[int, tuple[float, float]]] = {}
-        self._recent_prompts: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
+        self._recent_prompts = _RecentTimes()
         self._first_prompts = 0, 0  # passes and requests of the first passes over prompts
 
     def add_step(self, num_drafts: int, num_reqs: int, time: float) -> float:
         """Add a step of the target in which `num_reqs` requests had some drafts; return the time as it counts."""
-        time = _bounded(self._recent, time, num_reqs + num_drafts, _MOST_TIMES_MEDIAN)
+        time = self._recent.bounded(time, num_reqs + num_drafts, _MOST_TIMES_MEDIAN)
         size = _size_of(num_reqs)
         if size not in self._steps_by_size:
             self._steps_by_size[size] = _Steps()
@@ -229,13 +261,13 @@ class CostMeter:
         Returns:
             How much of it counts beyond the usual time of as many passes, once for each request.
         """
-        time = _bounded(self._recent_prompts, time, 1, _MOST_TIMES_MEDIAN)
+        time = self._recent_prompts.bounded(time, 1, _MOST_TIMES_MEDIAN)
         if len(self._recent_prompts) == 1:
             self._first_prompts = num_passes, num_reqs
             return 0.0
         counted = [(num_passes, num_reqs)]
         if len(self._recent_prompts) == 2:
-            time = min(self._recent_prompts)[0]
+            time = self._recent_prompts.least
             counted.append(self._first_prompts)
         return sum(max(time - self.passes_time(passes, reqs), 0.0) * reqs for passes, reqs in counted)
 
@@ -317,13 +349,16 @@ def _nearest(sizes: Iterable[int], size: int) -> int:
     return min(sizes, key=lambda known: abs(known - size))
 
 
-def _fitted(sums: np.ndarray, prior_bounds: tuple[float, float]) -> _Fit:
+def _fitted(sums_of_pairs: Sequence[float], prior_bounds: tuple[float, float]) -> _Fit:
     """Fit a step's time by the sums of `_Steps`; no slot, and no verification, costs less than nothing.
 
     Args:
-        sums: see `_Steps`.
+        sums_of_pairs: see `_Steps`.
         prior_bounds: of a slot's time before anything is known; within them it is the usual share of a step.
     """
+    sums = np.empty((5, 5))
+    for (i, j), total in zip(_PAIRS, sums_of_pairs, strict=True):
+        sums[i, j] = sums[j, i] = total
     means = sums[0] / sums[0, 0]
     _, num_reqs, num_drafts, share_with_drafts, time = means.tolist()
     prior_slot = min(max(_PRIOR_SLOT * time / num_reqs, prior_bounds[0]), prior_bounds[1])
@@ -346,16 +381,6 @@ def _fitted(sums: np.ndarray, prior_bounds: tuple[float, float]) -> _Fit:
     return _Fit(time, num_reqs, num_drafts, share_with_drafts, of_request, slot, verification, is_slot_known)
 
 
-def _bounded(recent: deque[tuple[float, int]], time: float, num_tokens: int, most: float) -> float:
-    """Add a time to the recent ones; return it as it counts beside them: at most so many times the usual.
-
-    A step with more tokens than usual may take longer in the same proportion.
-    """
-    recent.append((time, num_tokens))
-    usual_time, usual_tokens = sorted(recent)[len(recent) // 2]
-    return min(time, most * usual_time * max(num_tokens / usual_tokens, 1.0))
-
-
 class StepTimes:
     """The time of a step by its tokens: a line through the steps measured, which moves with them.
 
@@ -363,7 +388,7 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_NUM_RECENT)
+        self._recent = _RecentTimes()
         self._num_steps = 0
         self._tokens = self._time = 1.0  # of a step, on average
         self._spread = self._product = 0.0  # sums of squared deviations of tokens, and of those times that of the time
@@ -379,7 +404,7 @@ class StepTimes:
 
     def add(self, num_tokens: int, num_reqs: int, time: float) -> None:
         """Add a step of `num_reqs` requests; the first ones only bound the next."""
-        time = _bounded(self._recent, time, num_tokens, _MOST_TIMES_USUAL)
+        time = self._recent.bounded(time, num_tokens, _MOST_TIMES_USUAL)
         if len(self._recent) < _NUM_FIRST:
             return
         more, longer = num_tokens - self._tokens, time - self._time

@@ -15,6 +15,8 @@ from vllm_specplus.kernels.verify.arguments import (
     PLAN_LOG_MASS,
     PLAN_MAX,
     PLAN_NUM_LISTED,
+    PLAN_NUM_UNSAMPLED,
+    PLAN_REQUEST,
     PLAN_SHARE,
     PLAN_TOKEN,
     REJECTION,
@@ -34,24 +36,27 @@ from vllm_specplus.kernels.verify.nucleus import (
     load_logits,
     lowest_kept,
 )
-from vllm_specplus.kernels.verify.order import count_before, mass_before, sample_before
+from vllm_specplus.kernels.verify.order import count_before, equal_token, mass_before, sample_before
 from vllm_specplus.kernels.verify.race import MARGIN, SLACK, SLACK_OF_Z, run_of
+from vllm_specplus.kernels.verify.request_stats import Batch, Request
 from vllm_specplus.kernels.verify.row_stats import first_token
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _plan_of(logits, draft_logits, keys, plans, i_req, i_row, temperature, min_p):
+def _plan_of(batch, request, i_row, plans):
     """The `Row` to sample from, its `NoiseKey`, its `Residual`, and the score from which on all tokens are listed."""
+    logits, temperature = batch.logits, request.temperature
     p_floats, p_ints = plans.floats_ptr + i_row * NUM_PLAN_FLOATS, plans.ints_ptr + i_row * NUM_PLAN_INTS
     p_row = logits.ptr + i_row * logits.stride
     p_draft_row = p_row
-    if draft_logits.ptr is not None:
-        p_draft_row, _ = draft_row_of(draft_logits, i_row, logits.vocab_size)
+    if batch.draft_logits.ptr is not None:
+        p_draft_row, _ = draft_row_of(batch.draft_logits, i_row, logits.vocab_size)
     max_logit = tl.load(p_floats + PLAN_MAX)
-    row = Row(p_row, logits.vocab_size, temperature, max_logit, lowest_kept(max_logit, temperature, min_p))
-    key = NoiseKey(tl.load(keys.seeds_ptr + i_req), tl.load(keys.positions_ptr + i_row))
+    lowest = lowest_kept(max_logit, temperature, request.filters.min_p)
+    row = Row(p_row, logits.vocab_size, temperature, max_logit, lowest)
+    key = NoiseKey(tl.load(batch.keys.seeds_ptr + request.i_req), tl.load(batch.keys.positions_ptr + i_row))
     log_mass, draft_log_mass = tl.load(p_floats + PLAN_LOG_MASS), tl.load(p_floats + PLAN_DRAFT_LOG_MASS)
     residual = Residual(
         p_draft_row, tl.load(p_ints + PLAN_EXCLUDED), log_mass, tl.load(p_floats + PLAN_DRAFT_MAX), draft_log_mass
@@ -64,42 +69,26 @@ def _plan_of(logits, draft_logits, keys, plans, i_req, i_row, temperature, min_p
 
 
 @triton.jit
-def _sample_row(
-    logits,
-    draft_logits,
-    keys,
-    groups,
-    plans,
-    visited_ptr,
-    i_req,
-    i_row,
-    temperature,
-    filters,
-    max_candidates,
-    sizes,
-    FILTERED: tl.constexpr,
-):
-    """The token sampled at a row, from the groups that `race_kernel` has listed: int32, -1 if none can be sampled.
+def _sample_row(batch, request, i_row, plans, visited_ptr, max_candidates, sizes, FILTERED: tl.constexpr):
+    """The token sampled at a row, from the groups that `race_kernel` has listed: int32.
 
     A token of the nucleus that is the best of the row is the best of the nucleus too. If the token is not in the
     nucleus, no token ordered after it is. The search then goes on among the tokens before it. Where a list does not
-    hold the best of those, the row is searched.
+    hold the best of those, the row is searched. Where no token can be sampled, it is the first one.
     """
     p_floats, p_ints = plans.floats_ptr + i_row * NUM_PLAN_FLOATS, plans.ints_ptr + i_row * NUM_PLAN_INTS
-    row, key, residual, known_from = _plan_of(
-        logits, draft_logits, keys, plans, i_req, i_row, temperature, filters.min_p
-    )
-    p_max, at = groups.max_ptr + i_row * groups.num_groups, i_req * groups.num_groups
-    listed = RowGroups(p_max, groups.list_ptr + i_row * groups.num_groups, groups.num_groups)
-    visited = RowGroups(p_max, visited_ptr + at, groups.num_groups)
+    row, key, residual, known_from = _plan_of(batch, request, i_row, plans)
+    groups, at = batch.groups, i_row * batch.groups.num_groups
+    listed = RowGroups(groups.max_ptr + at, groups.list_ptr + at, groups.num_groups)
+    visited = RowGroups(groups.max_ptr + at, visited_ptr + at, groups.num_groups)
     num_listed, floor = tl.load(p_ints + PLAN_NUM_LISTED), tl.load(p_floats + PLAN_FLOOR)
-    mass_limit, max_count = tl.load(p_floats + PLAN_LIMIT), tl.minimum(filters.top_k, max_candidates)
+    mass_limit, max_count = tl.load(p_floats + PLAN_LIMIT), tl.minimum(request.filters.top_k, max_candidates)
 
     token = tl.zeros((), tl.int32) + row.vocab_size
     logit = tl.full((), NEG_INF, tl.float32)
     searching = tl.full((), True, tl.int1)
-    while searching:
-        with_draft_logits: tl.constexpr = draft_logits.ptr is not None
+    while tl.condition(searching, disable_licm=True):
+        with_draft_logits: tl.constexpr = batch.draft_logits.ptr is not None
         score, found = sample_before(
             row, listed, num_listed, key, residual, token, logit, floor, sizes, with_draft_logits
         )
@@ -119,11 +108,19 @@ def _sample_row(
                 inside = (logit >= row.lowest) & ((mass < mass_limit) | (mass == 0.0))
                 if inside & (max_count < row.vocab_size):
                     inside = count_before(row, visited, num_visited, token, logit, sizes) < max_count
+                    if inside == 0:
+                        # Among equal tokens may be many that are too far back. The search goes on before all of them.
+                        none = tl.zeros((), tl.int32)
+                        num_above = count_before(row, visited, num_visited, none, logit, sizes)
+                        number = tl.maximum(max_count - num_above, 0)
+                        token = equal_token(row, visited, num_visited, logit, number, sizes)
                 searching = inside == 0
+    if token < 0:
+        token = first_token(batch.logits, batch.stats, groups, i_row, sizes)
     return token
 
 
-@triton.jit(do_not_specialize=["max_rows", "max_candidates"])
+@triton.jit(do_not_specialize=["num_reqs", "num_rows", "max_rows", "max_candidates"])
 def emit_kernel(
     logits,  # Logits
     draft_logits,  # DraftLogits
@@ -133,52 +130,82 @@ def emit_kernel(
     keys,  # NoiseKeys
     stats,  # Stats
     groups,  # Groups, with the lists of `race_kernel`
-    visited_ptr,  # scratch, [num_reqs, num_groups] int32
-    plans,  # Plans, as `judge_kernel` and `race_kernel` left them
+    visited_ptr,  # scratch, [num_rows, num_groups] int32
+    plans,  # Plans, as `judge_kernel` and `race_kernel` left them; changed in place
     output,  # out: Output
+    num_reqs,
+    num_rows,
     max_rows,
     max_candidates,
     sizes,  # Sizes
     EACH_ROW: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """Grid (num_reqs,). With EACH_ROW a draft is also tested by the token that its row samples."""
-    i_req = tl.program_id(0).to(tl.int64)
-    start, num_rows = rows_of(rows, i_req, max_rows)
+    """Grid (num_reqs,), for the row after the accepted drafts of each request.
+
+    With EACH_ROW a draft must also be the token that its row samples. A program then samples one row after the other,
+    up to the first draft that is not. Without filters a sample takes little. So a program takes a row there, and the
+    last of a request to end writes its tokens. The grid is (max(num_rows, num_reqs),) then, as programs also write
+    what requests without rows emit.
+    """
+    by_row: tl.constexpr = EACH_ROW and not FILTERED
+    i_program = tl.program_id(0).to(tl.int64)
+    i_req = i_program
+    if by_row:
+        if i_program < num_reqs:
+            start, num_own = rows_of(rows, i_req, max_rows)
+            if num_own == 0:
+                write_tokens(rows, output, i_req, start, num_own, num_own, num_own, max_rows, sizes)
+        p_request = plans.ints_ptr + i_program * NUM_PLAN_INTS + PLAN_REQUEST
+        i_req = tl.load(p_request, mask=i_program < num_rows, other=-1).to(tl.int64)
+        if i_req < 0:
+            return
+    start, num_own = rows_of(rows, i_req, max_rows)
     temperature, _ = temperature_of(temperature_ptr, i_req, REJECTION)
-    request_filters = filters_of(filters, i_req)
-    token = tl.full((), -1, tl.int32)
-    run = tl.zeros((), tl.int32)
-    if not EACH_ROW:
-        run += run_of(plans, start, num_rows, sizes.ALL_SLOTS)
-    going = num_rows > 0
-    while going:
-        i_row = start + run
-        p_ints = plans.ints_ptr + i_row * NUM_PLAN_INTS
-        token = tl.load(p_ints + PLAN_TOKEN)
+    request = Request(i_req, start, num_own, temperature, filters_of(filters, i_req))
+    batch = Batch(logits, draft_logits, rows, keys, stats, groups)
+    p_plans = plans.ints_ptr + start * NUM_PLAN_INTS
+    if by_row:
+        p_token = plans.ints_ptr + i_program * NUM_PLAN_INTS + PLAN_TOKEN
+        if tl.load(p_token) < 0:
+            token = _sample_row(batch, request, i_program, plans, visited_ptr, max_candidates, sizes, FILTERED)
+            tl.store(p_token, token)
+        tl.debug_barrier()  # the token comes before this program's place among those that have ended
+        if tl.atomic_add(p_plans + PLAN_NUM_UNSAMPLED, -1) == 1:
+            tl.debug_barrier()  # and the tokens of the others are read after it
+            run, token = _first_missed(p_plans, rows, start, num_own, sizes)
+            write_tokens(rows, output, i_req, start, num_own, run, token, max_rows, sizes)
+    elif EACH_ROW:
+        run, token = _first_missed(p_plans, rows, start, num_own, sizes)
+        while (token < 0) & (num_own > 0):
+            token = _sample_row(batch, request, start + run, plans, visited_ptr, max_candidates, sizes, FILTERED)
+            tl.store(p_plans + run * NUM_PLAN_INTS + PLAN_TOKEN, token)
+            tl.debug_barrier()  # other threads of this program read it with the other tokens
+            run, token = _first_missed(p_plans, rows, start, num_own, sizes)
+        write_tokens(rows, output, i_req, start, num_own, run, token, max_rows, sizes)
+    else:
+        run = run_of(plans, start, num_own, sizes.ALL_SLOTS)
+        token = tl.load(p_plans + run * NUM_PLAN_INTS + PLAN_TOKEN, mask=num_own > 0, other=0)
         if token < 0:
-            token = _sample_row(
-                logits,
-                draft_logits,
-                keys,
-                groups,
-                plans,
-                visited_ptr,
-                i_req,
-                i_row,
-                temperature,
-                request_filters,
-                max_candidates,
-                sizes,
-                FILTERED,
-            )
-        if token < 0:
-            token = first_token(logits, stats, groups, i_row, sizes)
-        going = tl.full((), False, tl.int1)
-        if EACH_ROW:
-            going = (tl.load(p_ints + PLAN_ACCEPTS) > 0) & (tl.load(rows.drafts_ptr + i_row) == token)
-            run += going.to(tl.int32)
-    write_tokens(rows, output, i_req, start, num_rows, run, token, max_rows, sizes)
+            token = _sample_row(batch, request, start + run, plans, visited_ptr, max_candidates, sizes, FILTERED)
+        write_tokens(rows, output, i_req, start, num_own, run, token, max_rows, sizes)
+
+
+@triton.jit
+def _first_missed(p_first, rows, start, num_rows, sizes):
+    """How many drafts of a request are what their rows sample, up to the first that is not, and what its row samples.
+
+    The latter is -1 where it has still to be sampled.
+
+    p_first: the plan of the request's first row.
+    """
+    slots = tl.arange(0, sizes.ALL_SLOTS)
+    is_own, at = slots < num_rows, slots * NUM_PLAN_INTS
+    tokens = tl.load(p_first + at + PLAN_TOKEN, mask=is_own, other=-1)
+    accepts = tl.load(p_first + at + PLAN_ACCEPTS, mask=is_own, other=0) > 0
+    accepts = accepts & (tl.load(rows.drafts_ptr + start + slots, mask=is_own, other=-1) == tokens)
+    run = tl.min(tl.where(accepts, sizes.ALL_SLOTS, slots), axis=0)
+    return run, tl.sum(tl.where(slots == run, tokens, 0), axis=0)
 
 
 @triton.jit

@@ -20,6 +20,8 @@ from vllm_specplus.kernels.verify.arguments import (
     PLAN_LIMIT,
     PLAN_LOG_MASS,
     PLAN_MAX,
+    PLAN_NUM_UNSAMPLED,
+    PLAN_REQUEST,
     PLAN_SHARE,
     PLAN_TOKEN,
     REJECT_ALL,
@@ -90,7 +92,7 @@ def _plan_sample(plans, i_row, row, groups, filters, bounds, residual, draft, ma
     """Write what the kernels after this one need to sample from a row that has no head."""
     p_floats, p_ints = plans.floats_ptr + i_row * NUM_PLAN_FLOATS, plans.ints_ptr + i_row * NUM_PLAN_INTS
     floor = bounds.floor
-    sampled = tl.minimum(bounds.mass, bounds.limit)
+    sampled = tl.minimum(bounds.least_mass, bounds.limit)
     if FILTERED:
         if max_candidates < tl.minimum(filters.top_k, row.vocab_size):
             no_limit = tl.full((), POS_INF, tl.float32)
@@ -213,6 +215,7 @@ def _skip_rows(plans, first, end):
     for at in range(first, end, _SKIPPED_AT_ONCE):
         i_rows = at + tl.arange(0, _SKIPPED_AT_ONCE)
         tl.store(plans.ints_ptr + i_rows * NUM_PLAN_INTS + PLAN_TOKEN, 0, mask=i_rows < end)
+        tl.store(plans.ints_ptr + i_rows * NUM_PLAN_INTS + PLAN_REQUEST, -1, mask=i_rows < end)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_rows", "max_rows", "verify_window", "max_candidates"])
@@ -294,8 +297,11 @@ def judge_kernel(
             num_seen += sizes.JUDGED_ROWS
             going = (last == NO_LIMIT) & (num_seen < num_own)
     if (STRATEGY == TARGET_MATCH) and (POLICY == NORMAL):
-        # The race is about to look at each row.
+        # The kernels after this one are about to look at each row.
         if i_judge == 0:
+            num_seen = tl.minimum(num_seen, num_own)
+            p_waiting = plans.ints_ptr + start * NUM_PLAN_INTS + PLAN_NUM_UNSAMPLED
+            tl.store(p_waiting, num_seen, mask=num_own > 0)
             end = tl.load(rows.cu_ptr + i_req + 1)
             end = tl.where(i_req == num_reqs - 1, num_rows, end)
-            _skip_rows(plans, start + tl.minimum(num_seen, num_own), end)
+            _skip_rows(plans, start + num_seen, end)

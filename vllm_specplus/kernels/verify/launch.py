@@ -8,10 +8,10 @@
 | `judge_kernel`         | some for each | statistics; the few   | whether the draft is accepted; the row's own token |
 |                        | request       | logits that count     | where few logits count                             |
 | `race_kernel`          | rows x blocks | rows without a token  | the groups that may hold the sample                |
-| `emit_kernel`          | requests      | those groups          | the tokens                                         |
+| `emit_kernel`          | requests/rows | those groups          | the tokens                                         |
 | `accept_greedy_kernel` | requests      | statistics            | the tokens, without the three kernels before       |
 
-Nothing is sorted and no logits are copied. The last but one reads one row a request, or each row for `target_match`.
+Nothing is sorted and no logits are copied. `race_kernel` reads one row a request, or each row for `target_match`.
 ``nucleus.py`` has the slow paths: for a sample outside the nucleus, and where top-k or min-p keep many tokens.
 
 The host never waits. The launches depend on shapes and `max_rows` alone, so with a `Workspace` made before they can be
@@ -58,6 +58,7 @@ BLOCK_SIZE = 8192
 TILE_SIZE = 2048
 SCAN_SIZE = 32_768
 LIST_SIZE = 2048
+ROW_LIST_GROUPS = tl.constexpr(8)  # where each row has a program: they hold fewer registers so
 # Rows of a request that are judged by statistics together, and programs with filters that run side by side on an H100.
 JUDGED_ROWS = 32
 JUDGES_AT_ONCE = 256
@@ -89,7 +90,7 @@ class Workspace:
     stats: torch.Tensor  # [num_rows, NUM_STATS, num_blocks] float32
     group_max: torch.Tensor  # [num_rows, num_groups] float32, or as many logits of another type
     group_list: torch.Tensor  # [num_rows, num_groups] int32
-    visited: torch.Tensor  # [num_reqs, num_groups] int32
+    visited: torch.Tensor  # [num_rows, num_groups] int32
     head_tokens: torch.Tensor  # [num_rows, HEAD_SIZE] int32
     head_logits: torch.Tensor  # [num_rows, HEAD_SIZE] float32
     plan_floats: torch.Tensor  # [num_rows, NUM_PLAN_FLOATS] float32
@@ -110,7 +111,7 @@ class Workspace:
             "stats": ((num_rows, NUM_STATS.value, num_blocks), torch.float32),
             "group_max": ((num_rows, num_groups), torch.float32),
             "group_list": ((num_rows, num_groups), torch.int32),
-            "visited": ((num_reqs, num_groups), torch.int32),
+            "visited": ((num_rows, num_groups), torch.int32),
             "head_tokens": ((num_rows, HEAD_SIZE), torch.int32),
             "head_logits": ((num_rows, HEAD_SIZE), torch.float32),
             "plan_floats": ((num_rows, NUM_PLAN_FLOATS.value), torch.float32),
@@ -179,7 +180,8 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
     block_size = _block_size(inputs.vocab_size)
     of_paths = TILE_SIZE, SCAN_SIZE, LIST_SIZE, JUDGED_ROWS, HEAD_GROUPS, HEAD_SIZE
     sizes = _sizes(num_blocks, num_groups, block_size, max_rows, of_paths)
-    logits, draft_logits = _logits(inputs), _draft_logits(inputs)
+    dense = _unit_stride(inputs.logits)
+    logits, draft_logits = Logits(dense, dense.stride(0), inputs.vocab_size), _draft_logits(inputs)
     rows = Rows(inputs.cu_num_rows, inputs.draft_token_ids)
     # Each is one of the logits, so it fits their type, and the first pass writes less.
     group_max = w.group_max.view(inputs.logits.dtype)
@@ -211,9 +213,8 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
 
     keys, plans = NoiseKeys(inputs.seeds, inputs.positions), Plans(w.plan_floats, w.plan_ints)
     max_candidates = min(inputs.max_candidate_len or NO_LIMIT.value, NO_LIMIT.value)
-    filtered = inputs.max_candidate_len is not None or any(
-        f is not None for f in (inputs.top_p, inputs.top_k, inputs.min_p)
-    )
+    filters = inputs.top_p, inputs.top_k, inputs.min_p, inputs.max_candidate_len
+    filtered = any(each is not None for each in filters)
     each_row = inputs.strategy == "target_match" and inputs.policy == "normal"
     judges = _num_judges(num_reqs, max_rows, filtered, each_row)
     judge_kernel[(num_reqs * judges,)](
@@ -221,7 +222,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         draft_logits,
         rows,
         temperature,
-        Filters(inputs.top_p, inputs.top_k, inputs.min_p),
+        Filters(*filters[:3]),
         keys,
         stats,
         groups,
@@ -251,7 +252,8 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         **of_blocks,
         **(_RACE_FLOAT32 if inputs.logits.dtype == torch.float32 else _RACE),
     )
-    emit_kernel[(num_reqs,)](
+    samples_rows = each_row and not filtered
+    emit_kernel[(max(num_rows, num_reqs) if samples_rows else num_reqs,)](
         logits,
         draft_logits,
         rows,
@@ -263,12 +265,14 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         w.visited,
         plans,
         output,
+        num_reqs,
+        num_rows,
         max_rows,
         max_candidates,
-        sizes,
+        sizes._replace(LIST_GROUPS=ROW_LIST_GROUPS) if samples_rows else sizes,
         EACH_ROW=each_row,
         FILTERED=filtered,
-        num_warps=16,
+        num_warps=4 if samples_rows else 16,
     )
 
 
@@ -289,11 +293,6 @@ def _aligned(inputs: VerifyInputs) -> VerifyInputs:
     vectors = {name: getattr(inputs, name) for name in _VECTORS}
     moved = {name: v.clone() for name, v in vectors.items() if v is not None and v.data_ptr() % _ALIGNMENT}
     return replace(inputs, **moved) if moved else inputs
-
-
-def _logits(inputs: VerifyInputs) -> Logits:
-    logits = _unit_stride(inputs.logits)
-    return Logits(logits, logits.stride(0), inputs.vocab_size)
 
 
 def _draft_logits(inputs: VerifyInputs) -> DraftLogits:

@@ -81,6 +81,30 @@ def count_before(row, groups, num_listed, token, logit, sizes):
 
 
 @triton.jit
+def equal_token(row, groups, num_listed, logit, number, sizes):
+    """The token of a given logit that has `number` tokens of the same before it: int32.
+
+    Args:
+        groups: all that hold the logit are listed, in rising order.
+    """
+    token = tl.zeros((), tl.int32) + row.vocab_size
+    num_seen, first = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    while (token == row.vocab_size) & (first < num_listed):
+        numbers, tokens = tile_of(groups, first, num_listed, sizes.SCAN_GROUPS)
+        by_group = tl.sum((load_logits(row.ptr, tokens, row.vocab_size) == logit).to(tl.int32), axis=1)
+        before = num_seen + tl.cumsum(by_group, axis=0) - by_group
+        is_its_group = (before <= number) & (number < before + by_group)
+        if tl.sum(is_its_group.to(tl.int32), axis=0) > 0:
+            own = tl.sum(tl.where(is_its_group, numbers, 0), axis=0) * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
+            is_equal = (load_logits(row.ptr, own, row.vocab_size) == logit).to(tl.int32)
+            at = tl.sum(tl.where(is_its_group, before, 0), axis=0) + tl.cumsum(is_equal, axis=0) - 1
+            token = tl.sum(tl.where((is_equal > 0) & (at == number), own, 0), axis=0)
+        num_seen += tl.sum(by_group, axis=0)
+        first += sizes.SCAN_GROUPS
+    return token
+
+
+@triton.jit
 def sample_before(row, groups, num_listed, key, residual, token, logit, floor, sizes, DRAFT_LOGITS: tl.constexpr):
     """The best score of the tokens before one whose logits are at least `floor`, and its token: float32, int32."""
     best = tl.full((sizes.LIST_GROUPS, GROUP_SIZE), NEG_INF, tl.float32)

@@ -32,10 +32,14 @@ BY_NUCLEUS = ("topp", "rejection")
 
 
 class NucleusBounds(NamedTuple):
-    """What the filters keep of a row, as far as it is known without a head."""
+    """What the filters keep of a row, as far as it is known without a head.
+
+    Of what min-p keeps alone, the mass lies between two bounds: few tokens are asked for more.
+    """
 
     floor: tl.tensor  # float32, no token of the nucleus has a lower logit
-    mass: tl.tensor  # float32, of what min-p and top-k keep
+    mass: tl.tensor  # float32, of what min-p and top-k keep, or more
+    least_mass: tl.tensor  # float32, the same, or less
     limit: tl.tensor  # float32, the mass that may lie before a token of the nucleus
 
 
@@ -67,20 +71,18 @@ def _followers_agree(batch, request, i_row, verify_window, sizes):
 def nucleus_bounds(row, groups, filters, total, sizes, FILTERED: tl.constexpr):
     """What the filters keep of a row that has no head: `NucleusBounds`."""
     floor, mass, limit = -LARGEST, total, tl.full((), POS_INF, tl.float32)
+    least_mass = total
     if FILTERED:
-        if (filters.top_k < row.vocab_size) | (filters.min_p > 0.0):
+        if (filters.top_k < row.vocab_size) | ((filters.min_p > 0.0) & (filters.top_p < 1.0)):
             floor, mass = find_cut(row, groups, filters.top_k, total, limit, sizes)
+            least_mass = mass
+        elif filters.min_p > 0.0:
+            floor = row.lowest
+            # The first token weighs 1. All that min-p leaves out weigh less than its lowest token each.
+            left_out = row.vocab_size * weigh(row.lowest, row.max_logit, row.temperature)
+            least_mass = tl.minimum(tl.maximum(total - left_out, 1.0), total)
         limit = tl.where(filters.top_p < 1.0, filters.top_p * mass, limit)
-    return NucleusBounds(floor, mass, limit)
-
-
-@triton.jit
-def nucleus_mass(row, groups, filters, bounds, sizes):
-    """The mass of the nucleus of a row that has no head: float32."""
-    mass = bounds.mass
-    if filters.top_p < 1.0:
-        _, mass = find_cut(row, groups, filters.top_k, bounds.mass, bounds.limit, sizes)
-    return mass
+    return NucleusBounds(floor, mass, least_mass, limit)
 
 
 @triton.jit
@@ -95,18 +97,32 @@ def _mass_from(row, groups, num_listed, floor, sizes):
 
 
 @triton.jit
+def nucleus_mass(row, groups, filters, bounds, sizes):
+    """The mass of the nucleus of a row that has no head: float32."""
+    mass = bounds.mass
+    if filters.top_p < 1.0:
+        _, mass = find_cut(row, groups, filters.top_k, bounds.mass, bounds.limit, sizes)
+    elif bounds.least_mass < mass:
+        mass = _mass_from(row, groups, list_groups(groups, bounds.floor, sizes), bounds.floor, sizes)
+    return mass
+
+
+@triton.jit
 def _is_likely(row, groups, filters, bounds, found, draft_logit, sizes):
     """Whether a draft in the nucleus of a row that has no head has more than `least` of its mass: bool.
 
     All before the last token of the nucleus weigh less than the limit. So the nucleus weighs too much only if the limit
-    is reached by tokens that each weigh as much as is left beyond it.
+    is reached by tokens that each weigh as much as is left beyond it. Without a limit all of its tokens are weighed.
     """
     left = tl.maximum(found.weight / found.least - bounds.limit, 1e-37)
     logit = tl.minimum(row.max_logit + row.temperature * tl.log(left), draft_logit)
     floor = tl.maximum(tl.maximum(logit, bounds.floor), row.lowest)
     num_listed = list_groups(groups, floor, sizes)
-    is_likely = _mass_from(row, groups, num_listed, floor, sizes) < bounds.limit
-    if is_likely == 0:
+    mass = _mass_from(row, groups, num_listed, floor, sizes)
+    is_likely = mass < bounds.limit
+    if bounds.limit == POS_INF:
+        is_likely = found.weight > found.least * mass
+    elif is_likely == 0:
         # The nucleus has no token below the floor.
         rest = Row(row.ptr, row.vocab_size, row.temperature, row.max_logit, floor)
         _, mass = find_cut(rest, groups, filters.top_k, bounds.mass, bounds.limit, sizes)
@@ -123,7 +139,7 @@ def judge_by_bounds(found, draft_logit, bounds, STRATEGY: tl.constexpr):
     if STRATEGY == REJECTION:
         # All before the last token of the nucleus weigh less than the limit, the last no more than the draft.
         most = tl.minimum(bounds.mass, bounds.limit + found.weight)
-        fewest = tl.minimum(bounds.mass, tl.maximum(bounds.limit, found.above + found.weight))
+        fewest = tl.minimum(bounds.least_mass, tl.maximum(bounds.limit, found.above + found.weight))
         is_likely, may_be = found.weight > found.least * most, found.weight > found.least * fewest
         verdict = tl.where(inside, tl.where(is_likely, 1, tl.where(may_be, -1, 0)), 0)
     return verdict
@@ -134,7 +150,8 @@ def judge_by_statistics(found, drafts, filters, vocab_size, verify_window, max_c
     """The verdicts of `topp` or `rejection` on drafts where statistics are enough: [n] int32."""
     is_one = keeps_one(filters, found.total)
     limit = tl.where(filters.top_p < 1.0, filters.top_p * found.total, POS_INF)
-    bounds = NucleusBounds(-LARGEST, tl.where(is_one, 1.0, found.total), limit)
+    mass = tl.where(is_one, 1.0, found.total)
+    bounds = NucleusBounds(-LARGEST, mass, mass, limit)
     verdict = judge_by_bounds(found, drafts.logit, bounds, STRATEGY)
     if STRATEGY == TOPP:
         is_open = tl.where(verdict == 1, (max_candidates < vocab_size) & (is_one == 0), verify_window > 0)
