@@ -40,14 +40,15 @@ _MOST = {
     "SuffixMatcher._shared": _NUM_CACHED,
     # Times of the latest steps and passes.
     "StepPrices._postponed": _NUM_TIMES,
-    "CostMeter._recent": _NUM_TIMES,
-    "CostMeter._recent_prompts": _NUM_TIMES,
+    "_RecentTimes._in_turn": 3 * _NUM_TIMES,
+    "_RecentTimes._in_order": 3 * _NUM_TIMES,
     # One for each size of a batch.
     "CommonAccount._credits": 8,
     "CostMeter._first_passes": 8,
     "CostMeter._passes": 8,
     "CostMeter._steps_by_size": 8,
     "_Steps": 8,
+    "_Steps.sums": 8 * 15,
     # One for each number of drafts.
     "_Steps.times": 6,
     "_Fit": 8,

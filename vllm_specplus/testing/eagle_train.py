@@ -51,7 +51,7 @@ class HeadSettings:
             more, which is what a greedy draft has to be.
     """
 
-    answers: int = 1408
+    answers: int = 1280
     fresh_answers: int = 64
     answer_tokens: int = 224
     passages: int = 120

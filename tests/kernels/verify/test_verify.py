@@ -298,12 +298,13 @@ class Launches:
         return lambda *args, **kwargs: None
 
 
+@pytest.mark.parametrize("filters", [set(), {"top_p", "top_k"}], ids=["unfiltered", "filtered"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_safe_to_capture_in_a_cuda_graph(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_safe_to_capture_in_a_cuda_graph(strategy: str, filters: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a workspace only the kernels run, and their grids depend on shapes, not on values."""
     grids = []
     for counts, kinds in (([4, 4, 4], ["normal"]), ([12, 0, 0], ["all_masked"])):
-        shape = Shape(counts, 300, torch.bfloat16, strategy, "normal", 0, None, kinds, {"top_p", "top_k"}, seed=2)
+        shape = Shape(counts, 300, torch.bfloat16, strategy, "normal", 0, None, kinds, filters, seed=2)
         inputs = replace(make_case(shape), max_rows=12)
         launches = {name: Launches() for name in KERNELS}
         with monkeypatch.context() as patch:

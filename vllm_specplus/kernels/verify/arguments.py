@@ -56,15 +56,15 @@ STAT_MAX, STAT_SUM, STAT_ABOVE, STAT_DRAFT_MAX, STAT_DRAFT_SUM, NUM_STATS = (tl.
 ) = (tl.constexpr(i) for i in range(16))
 # PLAN_ACCEPTS is 1 if the row's draft is accepted. PLAN_TOKEN is what the row emits if the run of accepted drafts ends
 # there, -1 if that is still to be sampled. PLAN_NUM_LISTED counts the groups that `race_kernel` lists.
-# PLAN_REQUEST is -1 where the request cannot come to the row. PLAN_NUM_UNSAMPLED of a request's first row counts the
-# rows that `emit_kernel` has still to take.
+# The next two are for `emit_kernel` where it has a program for each row. PLAN_REQUEST is -1 if the request cannot come
+# to the row. PLAN_NUM_LEFT of a request's first row counts its programs that have still to end.
 (
     PLAN_ACCEPTS,
     PLAN_TOKEN,
     PLAN_EXCLUDED,
     PLAN_REQUEST,
     PLAN_NUM_LISTED,
-    PLAN_NUM_UNSAMPLED,
+    PLAN_NUM_LEFT,
     FOUND_TOKEN,
     FOUND_VERDICT,
     NUM_PLAN_INTS,

@@ -14,8 +14,8 @@ from vllm_specplus.kernels.verify.arguments import (
     PLAN_LIMIT,
     PLAN_LOG_MASS,
     PLAN_MAX,
+    PLAN_NUM_LEFT,
     PLAN_NUM_LISTED,
-    PLAN_NUM_UNSAMPLED,
     PLAN_REQUEST,
     PLAN_SHARE,
     PLAN_TOKEN,
@@ -171,7 +171,7 @@ def emit_kernel(
             token = _sample_row(batch, request, i_program, plans, visited_ptr, max_candidates, sizes, FILTERED)
             tl.store(p_token, token)
         tl.debug_barrier()  # the token comes before this program's place among those that have ended
-        if tl.atomic_add(p_plans + PLAN_NUM_UNSAMPLED, -1) == 1:
+        if tl.atomic_add(p_plans + PLAN_NUM_LEFT, -1) == 1:
             tl.debug_barrier()  # and the tokens of the others are read after it
             run, token = _first_missed(p_plans, rows, start, num_own, sizes)
             write_tokens(rows, output, i_req, start, num_own, run, token, max_rows, sizes)

@@ -20,7 +20,7 @@ from vllm_specplus.kernels.verify.arguments import (
     PLAN_LIMIT,
     PLAN_LOG_MASS,
     PLAN_MAX,
-    PLAN_NUM_UNSAMPLED,
+    PLAN_NUM_LEFT,
     PLAN_REQUEST,
     PLAN_SHARE,
     PLAN_TOKEN,
@@ -300,8 +300,7 @@ def judge_kernel(
         # The kernels after this one are about to look at each row.
         if i_judge == 0:
             num_seen = tl.minimum(num_seen, num_own)
-            p_waiting = plans.ints_ptr + start * NUM_PLAN_INTS + PLAN_NUM_UNSAMPLED
-            tl.store(p_waiting, num_seen, mask=num_own > 0)
+            tl.store(plans.ints_ptr + start * NUM_PLAN_INTS + PLAN_NUM_LEFT, num_seen, mask=num_own > 0)
             end = tl.load(rows.cu_ptr + i_req + 1)
             end = tl.where(i_req == num_reqs - 1, num_rows, end)
             _skip_rows(plans, start + num_seen, end)

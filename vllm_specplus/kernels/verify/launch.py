@@ -12,7 +12,7 @@
 | `accept_greedy_kernel` | requests      | statistics            | the tokens, without the three kernels before       |
 
 Nothing is sorted and no logits are copied. `race_kernel` reads one row a request, or each row for `target_match`.
-``nucleus.py`` has the slow paths: for a sample outside the nucleus, and where top-k or min-p keep many tokens.
+Slow paths are in ``nucleus.py``, where top-k keeps many tokens, and in ``order.py``, for samples outside the nucleus.
 
 The host never waits. The launches depend on shapes and `max_rows` alone, so with a `Workspace` made before they can be
 captured in a CUDA graph.
@@ -248,6 +248,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         plans,
         max_rows,
         EACH_ROW=each_row,
+        WITH_FLOOR=any(each is not None for each in filters[1:]),
         ALL_SLOTS=sizes.ALL_SLOTS.value,
         **of_blocks,
         **(_RACE_FLOAT32 if inputs.logits.dtype == torch.float32 else _RACE),

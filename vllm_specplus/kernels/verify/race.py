@@ -12,6 +12,7 @@ from vllm_specplus.kernels.verify.arguments import (
     NUM_PLAN_FLOATS,
     NUM_PLAN_INTS,
     PLAN_ACCEPTS,
+    PLAN_FLOOR,
     PLAN_MAX,
     PLAN_NUM_LISTED,
     PLAN_REQUEST,
@@ -22,7 +23,7 @@ from vllm_specplus.kernels.verify.arguments import (
     temperature_of,
 )
 from vllm_specplus.kernels.verify.noise import least_uniform
-from vllm_specplus.kernels.verify.nucleus import GROUP_SIZE, LOG2_E, NEG_INF, POS_INF
+from vllm_specplus.kernels.verify.nucleus import GROUP_SIZE, LOG2_E, NEG_INF, POS_INF, load_logits
 
 # The best of all is below with a probability of exp(-exp(3)), 2e-9.
 MARGIN = tl.constexpr(3.0)
@@ -50,10 +51,14 @@ def race_kernel(
     plans,  # Plans, out: how many groups are listed
     max_rows,
     EACH_ROW: tl.constexpr,
+    WITH_FLOOR: tl.constexpr,
     ALL_SLOTS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
-    """Grid (num_rows, num_blocks) if EACH_ROW; else (num_reqs, num_blocks), for the row after the accepted drafts."""
+    """Grid (num_rows, num_blocks) if EACH_ROW; else (num_reqs, num_blocks), for the row after the accepted drafts.
+
+    WITH_FLOOR only groups are read that have a token of at least the floor. The others cannot hold the sample.
+    """
     i_block = tl.program_id(1)
     i_row = tl.program_id(0).to(tl.int64)
     if not EACH_ROW:
@@ -68,9 +73,14 @@ def race_kernel(
     first = i_block * (BLOCK_GROUPS * GROUP_SIZE)
     starts, offsets = (tl.arange(0, BLOCK_GROUPS) * GROUP_SIZE)[:, None], tl.arange(0, GROUP_SIZE)[None, :]
     within = starts + offsets
-    # NaN and infinities need no care: no comparison with NaN holds. Nor do tokens past the last, whose bound is 0.
+    is_read = within < logits.vocab_size - first
+    if WITH_FLOOR:
+        numbers = i_block * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+        best = load_logits(groups.max_ptr + i_row * groups.num_groups, numbers, groups.num_groups)
+        is_read = is_read & (best >= tl.load(p_floats + PLAN_FLOOR))[:, None]
+    # NaN and infinities need no care: no comparison with NaN holds. Nor does a token that is not read: its bound is 0.
     p_block = logits.ptr + i_row * logits.stride + first
-    values = tl.load(p_block + within, mask=within < logits.vocab_size - first, other=NEG_INF)
+    values = tl.load(p_block + within, mask=is_read, other=NEG_INF)
 
     i_req = tl.load(p_ints + PLAN_REQUEST)
     temperature, _ = temperature_of(temperature_ptr, i_req, REJECTION)
