@@ -543,6 +543,17 @@ def test_requests_are_asleep_when_all_have_given_the_model_up() -> None:
     assert not arbiter.is_asleep(["b", "new"])
 
 
+@pytest.mark.parametrize("profit", [-0.3, 0.3])
+def test_a_new_request_is_asleep_if_it_begins_so(profit: float) -> None:
+    """Or a draft model that sleeps would have its inputs prepared for each new prompt."""
+    arbiter = Play([], 4, 1).arbiter
+    arbiter._account = after(2, profit)
+    is_asleep = arbiter.is_asleep(["a", "b"])
+    lengths = np.ones(2, np.int64)
+    arbiter.begin_step(History(["a", "b"], np.zeros((2, 10), np.int32), lengths, lengths))
+    assert is_asleep == arbiter.is_asleep(["a", "b"]) == (profit < 0)
+
+
 def test_later_passes_are_left_out_where_they_add_nothing() -> None:
     """The model's second draft is never right."""
     play = Play([], 4, 2)

@@ -400,10 +400,15 @@ class Arbiter:
         return self._compiled.plan(self._state, self._rows, limits)
 
     def is_asleep(self, req_ids: Sequence[str]) -> bool:
-        """Whether each of these requests has given the draft model up."""
+        """Whether each of these requests has given the draft model up.
+
+        A new one, if it would begin without the model in a step of them all. What changes until then, charges for
+        passes over prompts, only takes from what it would begin with.
+        """
         for req_id in req_ids:
             row = self._state_rows.find(req_id)
-            if row is None or self._credits.item(row) != ASLEEP:
+            credit = self._beginning_credit(len(req_ids)) if row is None else self._credits.item(row)
+            if credit != ASLEEP:
                 return False
         return True
 
@@ -471,7 +476,10 @@ class Arbiter:
         self._offer_positions[row] = self._compiled.NO_OFFERS
         for numbers in self._record:
             numbers[row] = 0
-        self._credits[row] = self._account.allowance(len(self._rows)) if self.num_model_steps else ASLEEP
+        self._credits[row] = self._beginning_credit(len(self._rows))
+
+    def _beginning_credit(self, num_reqs: int) -> int:
+        return self._account.allowance(num_reqs) if self.num_model_steps else ASLEEP
 
 
 def prior_chances() -> np.ndarray:

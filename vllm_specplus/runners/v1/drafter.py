@@ -6,7 +6,7 @@ class. Both return lists, so vLLM never schedules a slot that holds no draft.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +181,8 @@ class HybridMixin(_Proposer):
         self._sampled_tokens, self._tokens_on_host = [[] for _ in req_ids], False
         self._is_asleep, self._inputs_time = False, 0.0
         with self._faults.caught("drafting", req_ids):
-            self._sampled_tokens = kept_tokens(sampled_token_ids, discard_request_mask, gpu_input_batch.vocab_size)
+            discards = self._history.discards(len(req_ids))
+            self._sampled_tokens = kept_tokens(sampled_token_ids, discards, gpu_input_batch.vocab_size)
             self._is_asleep = isinstance(self._drafter, AdaptiveDrafter) and self._drafter.is_asleep(req_ids)
         if self._is_asleep:
             # With synchronous scheduling nobody but the draft model reads them.
@@ -345,18 +346,17 @@ def hybrid_class(proposer: type) -> type:
     return type(f"Hybrid{proposer.__name__}", (*bases, proposer), {})
 
 
-def kept_tokens(sampled: torch.Tensor, discarded: torch.Tensor, vocab_size: int) -> list[list[int]]:
+def kept_tokens(sampled: torch.Tensor, discards: Sequence[bool], vocab_size: int) -> list[list[int]]:
     """[B] lists of the tokens that requests got; none of those whose step is discarded.
 
     Args:
         sampled: [B, width] int, -1 after each request's last.
-        discarded: [>= B] bool.
+        discards: [B], whose step is discarded.
         vocab_size: tokens from here on are none.
     """
-    rows = sampled.tolist()
     return [
-        [] if gone else [token for token in row if 0 <= token < vocab_size]
-        for row, gone in zip(rows, discarded[: len(rows)].tolist(), strict=True)
+        [] if is_discarded else [token for token in row if 0 <= token < vocab_size]
+        for row, is_discarded in zip(sampled.tolist(), discards, strict=True)
     ]
 
 

@@ -24,10 +24,14 @@ class HostHistory:
         """The ids of the first requests of the batch, or of all."""
         return self._runner.input_batch.req_ids[:num_reqs]
 
+    def discards(self, num_reqs: int) -> list[bool]:
+        """Of each of the first requests of the batch, whether its tokens of this step do not count."""
+        return self._runner.discard_request_mask.np[:num_reqs].tolist()
+
     def newest_tokens(self) -> list[list[int]]:
         """[B] lists of the newest token that vLLM has written of each request; none for a partial prefill."""
-        batch, discards = self._runner.input_batch, self._runner.discard_request_mask.np
-        ends = batch.num_tokens_no_spec
+        batch, ends = self._runner.input_batch, self._runner.input_batch.num_tokens_no_spec
+        discards = self.discards(batch.num_reqs)
         return [[] if discards[i] else [int(batch.token_ids_cpu[i, ends[i] - 1])] for i in range(batch.num_reqs)]
 
     def drop_idle_state(self, retain: Callable[[Collection[str]], Any]) -> None:
