@@ -38,6 +38,9 @@ MAX_TOKENS = 200
 REPEATS = 3
 PLAIN = "no speculation"
 NGRAM = {"max_ngram_size": 5, "min_ngram_size": 2}
+# Drafts of a step, at most. It leaves out those that do not pay; a fixed way would verify them all.
+ADAPTIVE_CEILING = 16
+MOST_POSITIONS = 5  # whose shares of accepted drafts are shown
 # What one engine does, in units of the progress bar: a start takes about as long as ten texts.
 START_UNITS = 10
 # Between two engines' turns: threads of the one before may wait for work, and so keep a core busy.
@@ -86,7 +89,7 @@ def of_mtp() -> Demo:
         "ngram": {"method": "ngram", "num_speculative_tokens": 5} | NGRAM,
         "hybrid, append": hybrid | {"adaptive": False},
         "hybrid, override": hybrid | {"match_override_len": 4},
-        "hybrid, adaptive": hybrid,
+        "hybrid, adaptive": hybrid | {"num_speculative_tokens": ADAPTIVE_CEILING},
     }
     function = inspect.getsource(bz2.open)
     renamed = function.replace("filename", "path")
@@ -111,7 +114,7 @@ def of_eagle(head: str) -> Demo:
         "ngram": {"method": "ngram", "num_speculative_tokens": 5} | NGRAM,
         "suffix": suffix,
         "hybrid, append": hybrid | {"adaptive": False},
-        "hybrid, adaptive": hybrid,
+        "hybrid, adaptive": hybrid | {"num_speculative_tokens": ADAPTIVE_CEILING},
     }
     prompts = {
         "a chat": workload("chat")[1],
@@ -315,7 +318,7 @@ def report(results: dict[str, Results], console: Console) -> bool:
                 f"{'* ' if name == fastest else ''}{speeds[name]:.0f} ({low:.0f} to {high:.0f})",
                 f"{mine['steps_per_100_tokens']:.0f}",
                 f"{mine['tokens_per_verification']:.2f}",
-                " ".join(f"{100 * share:.0f}" for share in mine["accepted_by_position"]) or "-",
+                shown_shares(mine["accepted_by_position"]),
                 "yes" if same else "NO",
                 style="bold" if name == fastest else None,
             )
@@ -323,6 +326,12 @@ def report(results: dict[str, Results], console: Console) -> bool:
     console.print(table)
     console.print(HOW_TO_READ, highlight=False)
     return equal
+
+
+def shown_shares(shares: list[float]) -> str:
+    """Shares as percentages, the first few of them."""
+    first = " ".join(f"{100 * share:.0f}" for share in shares[:MOST_POSITIONS])
+    return f"{first} ..." if len(shares) > MOST_POSITIONS else first or "-"
 
 
 def main() -> int:

@@ -5,8 +5,8 @@ from typing import Any
 _HYBRID = {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
 _APPEND = _HYBRID | {"adaptive": False}
 NONE = "none"
-# In place of a draft model's folder: that of the target.
-SAME_MODEL = "the target"
+# In place of a draft model's folder: that of the target, or of an EAGLE head with random weights, made for the target.
+SAME_MODEL, RANDOM_HEAD = "the target", "a random head"
 
 CONFIGS: dict[str, dict[str, Any] | None] = {
     NONE: None,
@@ -17,6 +17,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "override": _HYBRID | {"match_override_len": 4},
     "hybrid-suffix": _APPEND | {"mtp_strategy": "with_suffix"},
     "hybrid-draft_model": _HYBRID | {"method": "draft_model", "model": SAME_MODEL},
+    "hybrid-eagle": _APPEND | {"method": "eagle", "model": RANDOM_HEAD},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "max_ngram_size": 4, "min_ngram_size": 1},
     "naive": {"method": "naive"},
     "hybrid-rejection": _APPEND | {"verify_strategy": "rejection"},

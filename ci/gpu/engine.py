@@ -17,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from configs import BATCHES, CONFIGS, DRY_BATCHES, SAME_MODEL
+from configs import BATCHES, CONFIGS, DRY_BATCHES, RANDOM_HEAD
 from torch.profiler import ProfilerActivity, profile
 
 from examples.demo import counters, of_mtp
+from tests.e2e.eagle_heads import make_eagle_head
 from tests.e2e.engines import PROMPTS, Engine, engine
 from vllm_specplus.compare.engine import Session
 from vllm_specplus.compare.prompts import Prompt
@@ -149,6 +150,19 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
+def config_of(name: str, model: Path, folder: Path) -> dict[str, Any] | None:
+    """A config of `CONFIGS` with its draft model's folder. A random head is made in a folder of `folder`."""
+    config = CONFIGS[name]
+    if config is None or "model" not in config:
+        return config
+    drafter = model
+    if config["model"] == RANDOM_HEAD:
+        target = json.loads((model / "config.json").read_text())
+        sizes = {"width": target["hidden_size"], "vocab_size": target["vocab_size"]}
+        drafter = make_eagle_head(folder / f"{name}-head", "eagle", **sizes)
+    return config | {"model": str(drafter)}
+
+
 def main() -> None:
     """Write the results."""
     parser = argparse.ArgumentParser(description="One engine, for ci/gpu/engines.py.")
@@ -160,9 +174,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     options = ON_GPU | (OF_BATCHES if args.speed else {})
-    config = CONFIGS[args.name]
-    if config is not None and config.get("model") == SAME_MODEL:
-        config = config | {"model": str(args.model)}
+    config = config_of(args.name, args.model, args.folder)
     with engine(args.model, config, **({} if args.dry else options)) as e:
         # Without a reference this method drafts nothing.
         has_references = config is not None and config["method"] == "naive"

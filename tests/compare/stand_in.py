@@ -35,6 +35,9 @@ class StandIn:
         if self.fault == "validation":
             TypeAdapter(int).validate_python("x")
 
+    def samples_wrongly(self) -> bool:
+        return self.fault == "samples wrongly"
+
     def warm_up(self, concurrency: int) -> None:
         return None
 

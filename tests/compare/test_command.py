@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,15 @@ def test_a_near_tie_hides_no_defect(
 def test_texts_are_not_compared_where_they_are_sampled(model: Path) -> None:
     assert compare(model, config(2, "other text"), options=("--repeat", "1", "--temperature", "0.8")) == 0
     assert results(model)["differences"] == []
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_a_config_that_samples_wrongly_is_measured_but_not_recommended(temperature: str, model: Path) -> None:
+    assert compare(model, config(9, "samples wrongly"), config(2), options=("--temperature", temperature)) == 0
+    data = results(model)
+    assert {row["configuration"] for row in data["measurements"]} == {row["name"] for row in data["configurations"]}
+    best = "samples wrongly" if temperature == "0" else "good"
+    assert re.match(rf"Use draft_model num_speculative_tokens=\d model={best}[,:]", data["recommendation"])
 
 
 CASES = (

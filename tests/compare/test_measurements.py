@@ -101,6 +101,14 @@ def test_a_config_for_debugging_is_never_recommended() -> None:
     assert recommendation(found, samples=False).startswith("Use ngram: it is 2.00 times as fast as none")
 
 
+def test_a_config_whose_sampled_answers_are_wrong_is_never_recommended() -> None:
+    found = measured({"none": [100, 101], "mtp": [300, 301], "ngram": [200, 202]})
+    found.sample_wrongly = {"mtp"}
+    said = recommendation(found, samples=True)
+    assert said.startswith("Use ngram: it is 2.00 times as fast as none")
+    assert "; mtp is left out, as vLLM's own verification" in said
+
+
 def test_a_baseline_that_failed_is_no_reason_to_recommend_nothing() -> None:
     found = measured({"none": [], "mtp": [300, 301], "ngram": [200, 202]})
     found.failures["none"] = "no memory"

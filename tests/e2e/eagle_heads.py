@@ -1,4 +1,4 @@
-"""EAGLE heads for the random tiny models, as checkpoints that vLLM loads."""
+"""EAGLE heads for the tiny models, as checkpoints that vLLM loads."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,30 @@ from safetensors.torch import save_file
 
 from vllm_specplus.testing.tiny_model import RANDOM_SHAPE
 
-WIDTH, MLP = RANDOM_SHAPE.width, 128
+MLP = 128
 HEADS = 2
-# The head reads the input and the output of its target's one layer.
+# An EAGLE-3 head reads the input and the output of its target's one layer.
 AUX_LAYERS = [0, 1]
 
 
-def make_eagle_head(folder: Path, method: str, seed: int = 0) -> Path:
+def make_eagle_head(
+    folder: Path,
+    method: str,
+    seed: int = 0,
+    *,
+    width: int = RANDOM_SHAPE.width,
+    vocab_size: int = RANDOM_SHAPE.vocab_size,
+) -> Path:
     """Write a head of one random layer for `eagle` or `eagle3`.
 
-    It passes on the embedding of the newest token, so the target accepts some of its drafts.
+    It passes on the embedding of the newest token, so a random target accepts some of its drafts.
+
+    Args:
+        folder: gets the head.
+        method: "eagle" or "eagle3".
+        seed: of the weights.
+        width: of the target's layers.
+        vocab_size: the target's.
     """
     g = torch.Generator().manual_seed(seed)
     is_eagle3 = method == "eagle3"
@@ -27,34 +41,34 @@ def make_eagle_head(folder: Path, method: str, seed: int = 0) -> Path:
         return torch.randn(rows, columns, generator=g) * gain * columns**-0.5
 
     def passing_on() -> torch.Tensor:
-        return torch.cat([torch.eye(WIDTH), linear(WIDTH, WIDTH)], dim=1)
+        return torch.cat([torch.eye(width), linear(width, width)], dim=1)
 
     if is_eagle3:
         # Only the attention reads the embedding. With equal queries and keys each token attends to itself.
-        attending = linear(WIDTH, 2 * WIDTH, gain=2.0)
-        attention = {"q": attending, "k": attending.clone(), "v": passing_on(), "o": torch.eye(WIDTH)}
+        attending = linear(width, 2 * width, gain=2.0)
+        attention = {"q": attending, "k": attending.clone(), "v": passing_on(), "o": torch.eye(width)}
     else:
-        attention = {name: linear(WIDTH, WIDTH) for name in "qkvo"}
+        attention = {name: linear(width, width) for name in "qkvo"}
     weights = {f"{layer}.self_attn.{name}_proj.weight": weight for name, weight in attention.items()}
-    weights |= {f"{layer}.mlp.{name}_proj.weight": linear(MLP, WIDTH) for name in ("gate", "up")}
-    weights |= {f"{layer}.mlp.down_proj.weight": linear(WIDTH, MLP)}
+    weights |= {f"{layer}.mlp.{name}_proj.weight": linear(MLP, width) for name in ("gate", "up")}
+    weights |= {f"{layer}.mlp.down_proj.weight": linear(width, MLP)}
     norms = [f"{layer}.post_attention_layernorm"]
     if is_eagle3:
         norms += ["norm", f"{layer}.input_layernorm", f"{layer}.hidden_norm"]
-        weights["fc.weight"] = linear(WIDTH, len(AUX_LAYERS) * WIDTH)
+        weights["fc.weight"] = linear(width, len(AUX_LAYERS) * width)
     else:
         weights["fc.weight"] = passing_on()
-    weights |= {f"{name}.weight": torch.ones(WIDTH) for name in norms}
+    weights |= {f"{name}.weight": torch.ones(width) for name in norms}
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": WIDTH,
+        "hidden_size": width,
         "intermediate_size": MLP,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
-        "head_dim": WIDTH // HEADS,
+        "head_dim": width // HEADS,
         "num_hidden_layers": 1,
-        "vocab_size": RANDOM_SHAPE.vocab_size,
+        "vocab_size": vocab_size,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
         "torch_dtype": "float32",

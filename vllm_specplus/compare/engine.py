@@ -108,6 +108,11 @@ class Session:
         """The type that the model computes in, such as ``bfloat16``."""
         return str(self._config.model_config.dtype).removeprefix("torch.")
 
+    def samples_wrongly(self) -> bool:
+        """Whether vLLM's own verification of sampled requests runs on a CPU: it reads memory that nothing wrote."""
+        drafts_by_vllm = self._config.speculative_config is not None and not self._drafts_by_plugin
+        return drafts_by_vllm and self._config.device_config.device_type == "cpu"
+
     def warm_up(self, concurrency: int) -> None:
         """Run the prompts for a short while, so that nothing is compiled in a measured run."""
         self._drain(range(len(self._prompts)), concurrency, 0.0, min(_WARM_UP_TOKENS, self._max_tokens))

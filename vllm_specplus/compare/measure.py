@@ -139,10 +139,11 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
                 continue
             advance(f"{name}, concurrency {level}, repeat {repeat + 1} of {plan.repeats}")
             with _noting_failures(configuration, measurements, engines):
-                run = engines.get(configuration).call(
-                    "run", plan.order(level), level, plan.temperature, plan.before(level)
-                )
+                engine = engines.get(configuration)
+                run = engine.call("run", plan.order(level), level, plan.temperature, plan.before(level))
                 measurements.add(name, level, repeat, run)
+                if plan.temperature > 0 and engine.call("samples_wrongly"):
+                    measurements.sample_wrongly.add(name)
                 checker.check(configuration, level, run)
         for configuration in plan.configurations:
             advance(f"{configuration.name}: who drafted what")

@@ -19,6 +19,10 @@ _NORMAL = 1.960
 # Gaps of logits, as shares of the larger one, that rounding explains.
 _ROUNDING = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
 
+_SAMPLES_WRONGLY = (
+    'is left out, as vLLM\'s own verification of sampled requests is wrong on a CPU: add "verify_strategy": "rejection"'
+)
+
 
 class Interval(NamedTuple):
     """A ratio and its 95% confidence interval, which is None where one repeat has no spread."""
@@ -58,6 +62,7 @@ class Measurements:
 
     runs: by configuration's name and concurrency, the run of each repeat by its number.
     failures: by configuration's name, the line that tells why it has no more runs.
+    sample_wrongly: the names of those whose sampled answers are wrong.
     """
 
     configurations: list[Configuration]
@@ -65,6 +70,7 @@ class Measurements:
     runs: dict[tuple[str, int], dict[int, Run]] = field(default_factory=dict)
     profiles: dict[str, Profile] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    sample_wrongly: set[str] = field(default_factory=set)
     differences: list[Difference] = field(default_factory=list)
     is_interrupted: bool = False
 
@@ -138,20 +144,24 @@ def is_near_tie(best: Sequence[Best], token_ids: tuple[int | None, int | None], 
 def recommendation(measurements: Measurements, *, samples: bool) -> str:
     """One sentence: which configuration to use, and how sure that is.
 
-    One whose text at temperature 0 is not the target's is for debugging, and never recommended.
+    One whose text at temperature 0 is not the target's is for debugging, and never recommended. Nor is one whose
+    sampled answers are wrong.
 
     Args:
         samples: whether the answers were sampled. Then a lossy configuration is said to be that.
     """
     named, said = _best(measurements)
     losses = {c.name: c.loss for c in measurements.configurations if c.loss and c.name in named and samples}
-    return "; ".join([said, *(f"{name} is lossy: {loss}" for name, loss in losses.items())]) + "."
+    notes = [f"{name} is lossy: {loss}" for name, loss in losses.items()]
+    wrong = [c.name for c in measurements.configurations if c.name in measurements.sample_wrongly]
+    notes += [f"{name} {_SAMPLES_WRONGLY}" for name in wrong]
+    return "; ".join([said, *notes]) + "."
 
 
 def _best(measurements: Measurements) -> tuple[list[str], str]:
     """The names of the configurations to use somewhere, and the sentence without its full stop."""
     # After Ctrl-C some levels may be missing.
-    unfit = measurements.defective() | {*measurements.failures}
+    unfit = measurements.defective() | measurements.sample_wrongly | {*measurements.failures}
     sound = [c.name for c in measurements.configurations if c.name not in unfit and c.keeps_greedy_text]
     levels = [level for level in measurements.concurrency if any(measurements.speeds(name, level) for name in sound)]
     complete = [name for name in sound if levels and all(measurements.speeds(name, level) for level in levels)]

@@ -78,7 +78,7 @@ def race_kernel(
         numbers = i_block * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
         best = load_logits(groups.max_ptr + i_row * groups.num_groups, numbers, groups.num_groups)
         is_read = is_read & (best >= tl.load(p_floats + PLAN_FLOOR))[:, None]
-    # NaN and infinities need no care: no comparison with NaN holds. Nor does a token that is not read: its bound is 0.
+    # NaN and infinities need no care: no comparison with NaN holds. A token that is not read has a bound of 0 or NaN.
     p_block = logits.ptr + i_row * logits.stride + first
     values = tl.load(p_block + within, mask=is_read, other=NEG_INF)
 
@@ -88,7 +88,7 @@ def race_kernel(
     slack = SLACK + SLACK_OF_Z * tl.abs(max_logit / temperature)
     least = (MARGIN + slack) * LOG2_E - tl.load(p_floats + PLAN_SHARE)
     # The largest logit is taken off beforehand, which leaves one operation for each logit. `slack` is more than that
-    # rounds off. Where it would overflow, all groups are listed.
+    # rounds off. Where it would overflow, all groups that are read are listed.
     scale = LOG2_E / temperature
     is_far = tl.abs(max_logit * scale) > _FAR
     shift = tl.where(is_far, POS_INF, least - max_logit * scale)
