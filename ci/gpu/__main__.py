@@ -63,10 +63,14 @@ def environment(site: Path, dry: bool) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        # Otherwise Triton rounds the attention's float32 to TF32, and texts depend on which kernel ran.
+        "TRITON_F32_DEFAULT": "ieee",
     }
     path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     if dry:
-        env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        env |= {"TRITON_INTERPRET": "1"}
         path.append(str(_ROOT / "tests" / "triton_cpu"))
     else:
         path.insert(0, str(site))

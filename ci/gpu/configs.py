@@ -5,8 +5,8 @@ from typing import Any
 _HYBRID = {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
 _APPEND = _HYBRID | {"adaptive": False}
 NONE = "none"
-# In place of a draft model's folder: that of the target, or of an EAGLE head with random weights, made for the target.
-SAME_MODEL, RANDOM_HEAD = "the target", "a random head"
+# In place of a draft model's folder: that of one with random weights, or of such an EAGLE head, made for the target.
+RANDOM_DRAFT, RANDOM_HEAD = "a random draft model", "a random head"
 
 CONFIGS: dict[str, dict[str, Any] | None] = {
     NONE: None,
@@ -16,7 +16,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "adaptive": _HYBRID,
     "override": _HYBRID | {"match_override_len": 4},
     "hybrid-suffix": _APPEND | {"mtp_strategy": "with_suffix"},
-    "hybrid-draft_model": _HYBRID | {"method": "draft_model", "model": SAME_MODEL},
+    "hybrid-draft_model": _HYBRID | {"method": "draft_model", "model": RANDOM_DRAFT},
     "hybrid-eagle": _APPEND | {"method": "eagle", "model": RANDOM_HEAD},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "max_ngram_size": 4, "min_ngram_size": 1},
     "naive": {"method": "naive"},

@@ -22,7 +22,7 @@ from configs import AS_MANY_PASSES, CONFIGS, DRY_SPEED, DRY_STEPS, MOST_BEYOND, 
 from rich.console import Console
 from rich.table import Table
 
-START_SECONDS, MEASURE_SECONDS = 85, 12
+START_SECONDS, MEASURE_SECONDS = {"--steps": 40, "--speed": 85}, 12
 DRY_SECONDS = 600
 LOG_LINES = 40
 # The least share of a batch's texts that are as without speculation. Rounding depends on the batch, and may turn a few.
@@ -81,7 +81,7 @@ def run(
             options = [kind] if name in measured else []
             children.append(Child(name, model, Path(folder), options + (["--dry"] if dry else [])))
         try:
-            end = time.monotonic() + (DRY_SECONDS if dry else START_SECONDS)
+            end = time.monotonic() + (DRY_SECONDS if dry else START_SECONDS[kind])
             while time.monotonic() < end and not all(c.is_ready or c.has_ended for c in children):
                 time.sleep(0.1)
             for child in children:

@@ -2,6 +2,7 @@
 
 import compileall
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,13 @@ def prepare(packed: Path, site: Path) -> None:
 def build_suffix_trees(packed: Path, site: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start to build arctic-inference, which has no wheels, from its source into `site`."""
     sources = sorted(map(str, (packed / "sources").glob("*.tar.gz")))
-    return subprocess.Popen([*_pip(site), "--no-build-isolation", *sources], stdout=log, stderr=log)
+    asked = subprocess.run([sys.executable, "-m", "nanobind", "--cmake_dir"], capture_output=True, text=True)
+    # As in ci/setup.sh, and for this Python, not another one that CMake may find.
+    env = os.environ | {
+        "CMAKE_PREFIX_PATH": asked.stdout.strip(),
+        "CMAKE_ARGS": f"-DPython_EXECUTABLE={sys.executable}",
+    }
+    return subprocess.Popen([*_pip(site), "--no-build-isolation", *sources], stdout=log, stderr=log, env=env)
 
 
 def add_metadata(site: Path, name: str, version: str) -> Path:

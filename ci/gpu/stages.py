@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 _LOG_LINES = 60
@@ -109,6 +110,26 @@ def run_all(chosen: list[Stage], out: Path, env: Mapping[str, str], dry: bool) -
         if not outcome.ok:
             lines = (out / f"{outcome.stage}.log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
             failed.append("\n".join([f"===== {outcome.stage}: {'; '.join(outcome.problems)}", *lines]))
+    if missed := missed_goals(out):
+        failed.append("\n".join(["===== goals that were missed", *missed]))
     (out / "failed.txt").write_text("\n\n".join(failed) + "\n" if failed else "nothing failed\n")
     print((out / "failed.txt").read_text(), end="")
     return outcomes
+
+
+def missed_goals(out: Path) -> list[str]:
+    """The goals that `verify.json` and `step.json` say were missed, as far as the files are there."""
+
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((out / name).read_text()) if (out / name).exists() else {}
+
+    missed = [
+        f"{goal['name']}: {goal['value']:.2f}, goal {goal['limit']}"
+        for goal in read("verify.json").get("goals", [])
+        if not goal["met"]
+    ]
+    return missed + [
+        f"{name}: {found['beyond']:.1f} launches and copies a step beyond stock, goal {found['most_beyond']}"
+        for name, found in read("step.json").items()
+        if found.get("met") is False
+    ]

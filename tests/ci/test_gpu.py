@@ -200,6 +200,20 @@ def test_a_stage_that_fails_or_is_late_leaves_the_others_alone(tmp_path: Path) -
     assert "fine" not in failed
 
 
+def test_missed_goals_are_told(tmp_path: Path) -> None:
+    goals = [{"name": name, "value": 3.0, "limit": 2.5, "met": name == "met"} for name in ("met", "missed")]
+    (tmp_path / "verify.json").write_text(json.dumps({"goals": goals}))
+    rows = {"none": {}, "hybrid": {"beyond": 3.0, "most_beyond": 4, "met": True}}
+    rows["hybrid-suffix"] = {"beyond": 9.5, "most_beyond": 8, "met": False}
+    (tmp_path / "step.json").write_text(json.dumps(rows))
+    run_all([], tmp_path, os.environ, dry=False)
+    assert (tmp_path / "failed.txt").read_text().splitlines() == [
+        "===== goals that were missed",
+        "missed: 3.00, goal 2.5",
+        "hybrid-suffix: 9.5 launches and copies a step beyond stock, goal 8",
+    ]
+
+
 def test_all_stages_fit_into_nine_minutes(packed: Path, tmp_path: Path) -> None:
     every = stages(tmp_path, packed, tmp_path, tmp_path, dry=False)
     assert sum(stage.limit for stage in every) <= MOST_SECONDS - 45  # for unpacking

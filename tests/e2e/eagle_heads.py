@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 from vllm_specplus.testing.tiny_model import RANDOM_SHAPE
 
 MLP = 128
-HEADS = 2
 # An EAGLE-3 head reads the input and the output of its target's one layer.
 AUX_LAYERS = [0, 1]
 
@@ -20,6 +19,7 @@ def make_eagle_head(
     seed: int = 0,
     *,
     width: int = RANDOM_SHAPE.width,
+    num_heads: int = RANDOM_SHAPE.num_heads,
     vocab_size: int = RANDOM_SHAPE.vocab_size,
 ) -> Path:
     """Write a head of one random layer for `eagle` or `eagle3`.
@@ -31,6 +31,7 @@ def make_eagle_head(
         method: "eagle" or "eagle3".
         seed: of the weights.
         width: of the target's layers.
+        num_heads: of attention, as many as the target has: vLLM's Triton backend sizes its scratch by the target's.
         vocab_size: the target's.
     """
     g = torch.Generator().manual_seed(seed)
@@ -64,9 +65,9 @@ def make_eagle_head(
         "model_type": "llama",
         "hidden_size": width,
         "intermediate_size": MLP,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": width // HEADS,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "head_dim": width // num_heads,
         "num_hidden_layers": 1,
         "vocab_size": vocab_size,
         "max_position_embeddings": 4096,

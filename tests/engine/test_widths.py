@@ -48,6 +48,7 @@ def read(config: dict[str, object], **changes: Any) -> EngineSetup:
     parallel = {"data_parallel_size": 1, "pipeline_parallel_size": 1} | changes.pop("parallel", {})
     device_type, is_on_v2 = changes.pop("device_type", "cuda"), changes.pop("on_v2", True)
     defaults = {"async_scheduling": None, "scheduler_cls": None, "max_num_seqs": None, "enable_lora": False}
+    defaults |= {"distributed_executor_backend": None}
     defaults |= {"enforce_eager": False, "optimization_level": 2, "attention_backend": None}
     args = SimpleNamespace(**defaults | changes)
     args.compilation_config = SimpleNamespace(cudagraph_mode=changes.get("cudagraph_mode"))
@@ -110,10 +111,11 @@ def test_large_batches_have_graphs_of_every_width(tiny: Path) -> None:
         (HYBRID, {"scheduler_cls": "mine.Scheduler"}, "scheduler_cls='mine.Scheduler' chooses"),
         (HYBRID, {"parallel": {"data_parallel_size": 2}}, "data_parallel_size=2"),
         (HYBRID, {"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
+        (HYBRID, {"distributed_executor_backend": "external_launcher"}, "a clock of its own"),
         (HYBRID, {"max_num_seqs": 1}, "max_num_seqs=1"),
         (NGRAM | {"num_speculative_tokens_per_batch_size": [[1, 4, 2]]}, {}, "by the batch size"),
     ],
-    ids=["scheduler", "data", "pipeline", "one", "schedule"],
+    ids=["scheduler", "data", "pipeline", "launcher", "one", "schedule"],
 )
 def test_where_the_width_is_fixed_one_line_says_why(
     config: dict[str, object], changes: dict[str, Any], words: str, log: pytest.LogCaptureFixture

@@ -1,10 +1,12 @@
 """Prices from the times of steps that a test plays, with a clock of its own."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.runners import step_prices
 from vllm_specplus.runners.faults import Faults
 from vllm_specplus.runners.step_prices import StepPrices
@@ -190,6 +192,18 @@ def test_a_step_that_cannot_be_entered_is_not_entered_again(
         assert prices.agree(1) == make_prices().agree(1)
     assert prices._faults.counts == {"counting": 1}
     assert [prices.agree(1) for _ in range(8)][-1] == make_prices().agree(1)
+    assert prices._faults.counts == {"counting": 1}
+
+
+def test_passes_over_prompts_are_not_charged_again_after_a_fault(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first worker would know its own prices again, and the others would take the copy for new ones."""
+    prices = make_prices()
+    prices._prices = charged = Prices(0.1, 1.0, prompt_passes=3.0)
+    monkeypatch.setattr(prices, "_own_prices", None)
+    told = prices.agree(1)
+    assert told == replace(charged, prompt_passes=0.0)
     assert prices._faults.counts == {"counting": 1}
 
 

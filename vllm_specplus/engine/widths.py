@@ -91,6 +91,8 @@ def reason_for_fixed_width(setup: EngineSetup) -> str | None:
         return f"with data_parallel_size={parallel.data_parallel_size} vLLM wants the same number on all ranks"
     if parallel.pipeline_parallel_size > 1:
         return f"with pipeline_parallel_size={parallel.pipeline_parallel_size} results come too late to choose by"
+    if args.distributed_executor_backend == "external_launcher":
+        return "with external_launcher each rank has a scheduler and a clock of its own"
     if args.max_num_seqs == 1:
         return "with max_num_seqs=1 vLLM captures CUDA graphs for one number only"
     return None

@@ -113,15 +113,17 @@ class StepPrices:
     def agree(self, num_reqs: int) -> Prices:
         """The prices for this step's drafts; each worker of a group has to ask in each step that drafts.
 
-        After a fault they are those of the step before.
+        After a fault they are those of the step before, without its charge for passes over prompts.
         """
         num_reqs = max(num_reqs, 1)
         fewer, more = sorted((num_reqs, self._priced_reqs))
         if self._num_steps % _PERIOD == 0 or more >= _LEAST_CHANGE * fewer:
             self._priced_reqs = num_reqs
-            # All workers wait for the first one's prices, so it has to send some.
+            # All workers wait for the first one's prices, so it has to send some. None of them may charge twice.
+            prices = replace(self._prices, prompt_passes=0.0)
             with self._faults.caught("counting"):
-                self._prices = self._own_prices(num_reqs)
+                prices = self._own_prices(num_reqs)
+            self._prices = prices
             if self._group.world_size > 1:
                 self._prices = self._group.broadcast_object(self._prices)
         self._num_steps += 1

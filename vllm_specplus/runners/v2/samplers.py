@@ -233,7 +233,10 @@ class StrategyRejectionSampler(CountingRejectionSampler):
                 if chosen is not None:
                     by_state = np.zeros_like(self.sampler.sampling_states.temperature.np, dtype=bool)
                     by_state[input_batch.idx_mapping_np] = chosen
-                    self._accepts_all = torch.from_numpy(by_state).to(logits.device)
+                    accepts_all = torch.from_numpy(by_state)
+                    # The host waits for a copy from memory that is not pinned.
+                    accepts_all = accepts_all.pin_memory() if logits.is_cuda else accepts_all
+                    self._accepts_all = accepts_all.to(logits.device, non_blocking=True)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def warm_up(self, dtype: torch.dtype, device: torch.device, draft_logits: torch.Tensor | None) -> None:

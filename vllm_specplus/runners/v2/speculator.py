@@ -118,7 +118,9 @@ class HybridMixin(_Speculator):
         if self.draft_logits is not None and writes_one_hot:
             # Rows of padding are never read.
             shape = len(drafting.draft_tokens), drafting.width, self.draft_logits.shape[2]
-            self.draft_logits = self.draft_logits.new_zeros(shape)
+            dtype, device = self.draft_logits.dtype, self.draft_logits.device
+            self.draft_logits = None  # or there would be room for both
+            self.draft_logits = torch.zeros(shape, dtype=dtype, device=device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Make vLLM's graphs; those of the first draft are for all K slots, as it runs over the target's batch."""
@@ -206,9 +208,10 @@ def init_speculator(
     shown.speculative_config = copy.copy(vllm_config.speculative_config)
     steps = options.num_model_steps
     shown.speculative_config.num_speculative_tokens = steps
-    # The numbers of passes that vLLM has to capture graphs for.
-    passes = [(number, number, number) for number in range(1, steps + 1)] if options.adaptive and steps > 1 else None
-    shown.speculative_config.num_speculative_tokens_per_batch_size = passes
+    # The numbers of passes that vLLM has to capture graphs for, besides one. It reads as many entries as a batch may
+    # have requests, so the largest number comes first.
+    passes = [(i, i, number) for i, number in enumerate(range(steps, 1, -1), 1)] if options.adaptive else []
+    shown.speculative_config.num_speculative_tokens_per_batch_size = passes or None
     with ExitStack() as stack:
         for module_name, name in MODEL_SPECULATORS.items():
             module = import_module(module_name)
