@@ -136,18 +136,15 @@ def test_what_the_command_sets_itself_is_no_engine_arg(words: tuple[str, str], t
 
 
 @pytest.mark.parametrize(
-    ("config", "by_plugin", "device", "wrong"),
+    ("config", "device", "wrong"),
     [
-        ("a config", False, "cpu", True),
-        ("a config", True, "cpu", False),
-        ("a config", False, "cuda", False),
-        (None, False, "cpu", False),
+        (SimpleNamespace(), "cpu", True),
+        (SimpleNamespace(specplus="options"), "cpu", False),
+        (SimpleNamespace(), "cuda", False),
+        (None, "cpu", False),
     ],
 )
-def test_only_vllms_own_verification_on_a_cpu_samples_wrongly(
-    config: str | None, by_plugin: bool, device: str, wrong: bool
-) -> None:
+def test_only_vllms_own_verification_on_a_cpu_samples_wrongly(config: Any, device: str, wrong: bool) -> None:
     session = Places([1])
     session._config = SimpleNamespace(speculative_config=config, device_config=SimpleNamespace(device_type=device))
-    session._drafts_by_plugin = by_plugin
     assert session.samples_wrongly() == wrong

@@ -110,8 +110,9 @@ class Session:
 
     def samples_wrongly(self) -> bool:
         """Whether vLLM's own verification of sampled requests runs on a CPU: it reads memory that nothing wrote."""
-        drafts_by_vllm = self._config.speculative_config is not None and not self._drafts_by_plugin
-        return drafts_by_vllm and self._config.device_config.device_type == "cpu"
+        speculative = self._config.speculative_config
+        is_vllms_own = speculative is not None and getattr(speculative, "specplus", None) is None
+        return is_vllms_own and self._config.device_config.device_type == "cpu"
 
     def warm_up(self, concurrency: int) -> None:
         """Run the prompts for a short while, so that nothing is compiled in a measured run."""
