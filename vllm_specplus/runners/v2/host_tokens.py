@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from vllm_specplus.runners.v2.states import FollowedRequestState
 
 
+def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to a device without waiting, as from memory that is not pinned the host would."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class TokenMirror:
     """The host's copy of the requests' tokens, by request state, as far as they have come.
 
@@ -152,10 +160,7 @@ class TokenCopier:
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Copy an array to the device without waiting."""
-        tensor = torch.from_numpy(array)
-        if self._pins:
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+        return copy_to_device(array, self._device)
 
     def pack_to_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Copy arrays to the device as int32 tensors of their shapes, all in one copy, without waiting."""

@@ -22,6 +22,7 @@ from vllm_specplus.kernels.sizes import next_power_of_2
 from vllm_specplus.kernels.verify import Workspace, verify
 from vllm_specplus.runners.live_requests import LiveRequests
 from vllm_specplus.runners.v2.drafting import Drafting
+from vllm_specplus.runners.v2.host_tokens import copy_to_device
 from vllm_specplus.strategies import uses_draft_distribution
 from vllm_specplus.verify.types import VerifyInputs
 
@@ -233,10 +234,7 @@ class StrategyRejectionSampler(CountingRejectionSampler):
                 if chosen is not None:
                     by_state = np.zeros_like(self.sampler.sampling_states.temperature.np, dtype=bool)
                     by_state[input_batch.idx_mapping_np] = chosen
-                    accepts_all = torch.from_numpy(by_state)
-                    # The host waits for a copy from memory that is not pinned.
-                    accepts_all = accepts_all.pin_memory() if logits.is_cuda else accepts_all
-                    self._accepts_all = accepts_all.to(logits.device, non_blocking=True)
+                    self._accepts_all = copy_to_device(by_state, logits.device)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def warm_up(self, dtype: torch.dtype, device: torch.device, draft_logits: torch.Tensor | None) -> None:
