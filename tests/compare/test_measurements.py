@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from vllm_specplus.compare import measurements as module
+from vllm_specplus.compare import speeds as module
 from vllm_specplus.compare.configurations import Configuration
 from vllm_specplus.compare.counts import Counts, of_plugin
-from vllm_specplus.compare.measurements import Difference, Measurements, interval, is_near_tie, recommendation
+from vllm_specplus.compare.measurements import Difference, Measurements, is_near_tie, recommendation
 from vllm_specplus.compare.runs import Best, Run, sources_of_tokens
+from vllm_specplus.compare.speeds import interval
 
 NAMES = ("none", "mtp", "ngram")
 
@@ -42,14 +43,14 @@ def test_the_interval_is_students_of_the_logarithms() -> None:
 
 def test_a_ratio_pairs_repeats() -> None:
     """A machine that slows down slows both, so the interval is narrow."""
-    found = measured({"none": [100, 50, 25], "mtp": [200, 100, 50]}).ratio("mtp", "none", [1])
+    found = measured({"none": [100, 50, 25], "mtp": [200, 100, 50]}).speeds.ratio("mtp", "none", [1])
     assert found == pytest.approx((2, 2, 2))
 
 
 def test_a_ratio_leaves_repeats_out_that_one_of_them_lacks() -> None:
     both = measured({"none": [100, 100], "mtp": [300]})
-    assert both.ratio("mtp", "none", [1]) == (pytest.approx(3), None, None)
-    assert measured({"none": [100], "mtp": []}).ratio("mtp", "none", [1]) is None
+    assert both.speeds.ratio("mtp", "none", [1]) == (pytest.approx(3), None, None)
+    assert measured({"none": [100], "mtp": []}).speeds.ratio("mtp", "none", [1]) is None
 
 
 def test_the_best_is_recommended_and_how_sure_that_is() -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from vllm_specplus.cli import main
-from vllm_specplus.compare import served
+from vllm_specplus.compare import served, served_command
 from vllm_specplus.compare.served import Answer, draft_fields, fields_of
+from vllm_specplus.compare.served_command import ServedPlan
 
 PAUSE = 0.02
 
@@ -216,7 +217,33 @@ def test_two_servers(server: Served, tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
     assert [row["output_throughput"] for row in rows] == [str(run["output_throughput"]) for run in data["runs"]]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "results.csv"}
-    assert "2.50" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2.50" in out
+    assert out.splitlines()[-1] == data["recommendation"]
+
+
+def runs(*speeds: tuple[str, float], failed: int = 0) -> list[dict[str, Any]]:
+    """A run a speed; each server's are its repeats. The last one has failed requests."""
+    found: list[dict[str, Any]] = []
+    for server, speed in speeds:
+        repeat = sum(each["server"] == server for each in found)
+        row = {"server": server, "max_concurrency": 1, "repeat": repeat, "output_throughput": speed, "failed": 0}
+        found.append(row)
+    found[-1]["failed"] = failed
+    return found
+
+
+def recommended(found: list[dict[str, Any]], *urls: str) -> str:
+    return served_command.recommendation(ServedPlan([*urls], "tiny", "", [], [1], 16, 0.0, 2), found)
+
+
+def test_it_ends_with_the_server_to_use() -> None:
+    found = runs(("a", 100.0), ("b", 200.0), ("a", 101.0), ("b", 203.0))
+    said = "Use b: it is 2.00 times as fast as a (95% interval 1.94 to 2.07), in 2 repeats."
+    assert recommended(found, "a", "b") == said
+    assert recommended(found[:1], "a", "b").startswith("No server can be recommended")
+    assert recommended(found[:1], "a").startswith("One server has no rival")
+    assert recommended(runs(("a", 100.0), ("b", 200.0), failed=1), "a", "b").startswith("No server can be recommended")
 
 
 def test_texts_are_continued(server: Served, tmp_path: Path) -> None:

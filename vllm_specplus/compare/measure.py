@@ -85,10 +85,16 @@ def started_engine(options: EngineOptions, prompts: list[Prompt], max_tokens: in
 
 
 class _Engines:
-    """The engines that run, by configuration."""
+    """The engines that run, by configuration.
 
-    def __init__(self, plan: Plan, logs: Path):
-        self._plan, self._logs = plan, logs
+    Args:
+        plan: what is measured.
+        logs: folder of their logs.
+        measurements: get the names of those that sample wrongly.
+    """
+
+    def __init__(self, plan: Plan, logs: Path, measurements: Measurements):
+        self._plan, self._logs, self._measurements = plan, logs, measurements
         self._running: dict[str, EngineProcess] = {}
 
     def get(self, configuration: Configuration) -> EngineProcess:
@@ -99,6 +105,8 @@ class _Engines:
                 self.end()
             engine = self._running[name] = self._start(configuration)
             engine.receive()
+            if self._plan.temperature > 0 and engine.call("samples_wrongly"):
+                self._measurements.sample_wrongly.add(name)
             for level in self._plan.concurrency:
                 engine.call("warm_up", level)
         return self._running[name]
@@ -125,7 +133,7 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
             configuration's failure, it is a failure of that configuration.
         NothingMeasuredInterrupt: Ctrl-C came before the first run's end.
     """
-    engines = _Engines(plan, logs)
+    engines = _Engines(plan, logs, measurements)
     checker = _Checker(plan, measurements, engines)
     try:
         for configuration in plan.configurations if not plan.one_at_a_time else ():
@@ -142,8 +150,6 @@ def measure(plan: Plan, measurements: Measurements, logs: Path, advance: Advance
                 engine = engines.get(configuration)
                 run = engine.call("run", plan.order(level), level, plan.temperature, plan.before(level))
                 measurements.add(name, level, repeat, run)
-                if plan.temperature > 0 and engine.call("samples_wrongly"):
-                    measurements.sample_wrongly.add(name)
                 checker.check(configuration, level, run)
         for configuration in plan.configurations:
             advance(f"{configuration.name}: who drafted what")

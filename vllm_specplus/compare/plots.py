@@ -100,16 +100,21 @@ def _speed(data: dict[str, Any]) -> Plot | None:
 
 
 def _acceptance(data: dict[str, Any]) -> Plot | None:
-    """The share of verifications whose draft was accepted, by position and source; a panel for each configuration."""
+    """The share of verifications whose draft was accepted, by position and source.
+
+    A row of panels for each configuration that drafted, and a column for each concurrency.
+    """
     from matplotlib.ticker import MaxNLocator
 
-    level = data["settings"]["concurrency"][0]
-    rows = [row for row in data["measurements"] if row["concurrency"] == level and row.get("accepted_by_position")]
-    if not rows:
+    drafting = [row for row in data["measurements"] if row.get("accepted_by_position")]
+    levels = [level for level in data["settings"]["concurrency"] if any(r["concurrency"] == level for r in drafting)]
+    names = [name for name, _ in _series(data) if any(row["configuration"] == name for row in drafting)]
+    if not drafting:
         return None
-    figure, panels = _figure(1.6 * len(rows), len(rows))
+    figure, panels = _figure(1.6 * len(names), (len(names), len(levels)))
     seen = {}
-    for row, axes in zip(rows, panels, strict=True):
+    for row in drafting:
+        axes = panels[names.index(row["configuration"])][levels.index(row["concurrency"])]
         positions = range(1, len(row["accepted_by_position"]) + 1)
         bottom = [0.0] * len(positions)
         for source, counts in row["accepted_by_source"].items():
@@ -121,13 +126,15 @@ def _acceptance(data: dict[str, Any]) -> Plot | None:
             if any(heights):
                 seen[source] = axes.bar(positions, heights, bottom=bottom, color=SOURCE_COLORS[source][0])
                 bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-        axes.set_title(row["configuration"], loc="left", fontsize=9)
+    for name, axes_of_name in zip(names, panels, strict=True):
+        axes_of_name[0].set_title(name, loc="left", fontsize=9)
+        axes_of_name[0].set_ylabel("%")
+    for level, axes in zip(levels, panels[-1], strict=True):
         axes.set_ylim(0, 100)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
-        axes.set_ylabel("%")
-    panels[-1].set_xlabel("position of the draft in its step")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=16 // len(levels), integer=True))
+        axes.set_xlabel(f"position, {level} at once")
     _legend(figure, list(seen.values()), list(seen))
-    return Plot("accepted", f"drafts accepted, by position and source, concurrency {level}", figure)
+    return Plot("accepted", "drafts accepted, by their position in the step and by source", figure)
 
 
 def _time(data: dict[str, Any]) -> Plot | None:
@@ -155,12 +162,13 @@ def _series(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield configuration["name"], SERIES[i % len(SERIES)][0]
 
 
-def _figure(height: float, num_panels: int = 0) -> tuple["Figure", Any]:
+def _figure(height: float, panels: tuple[int, int] | None = None) -> tuple["Figure", Any]:
+    """A figure with axes, or with rows and columns of axes that have the same range."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    if num_panels:
-        return figure, list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
+    if panels is not None:
+        return figure, figure.subplots(*panels, sharex=True, sharey=True, squeeze=False)
     axes: Axes = figure.subplots()
     return figure, axes
 

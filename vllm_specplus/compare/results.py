@@ -90,14 +90,15 @@ def rows(measurements: Measurements) -> list[dict[str, Any]]:
 
 
 def _row(measurements: Measurements, name: str, level: int) -> dict[str, Any]:
-    speeds = [*measurements.speeds(name, level).values()]
-    ratio = measurements.ratio(name, measurements.baseline, [level])
+    every = measurements.speeds
+    speeds = [*every.repeats(name, level).values()]
+    ratio = every.ratio(name, measurements.baseline, [level])
     counts = measurements.counts(name, level)
     return {
         "configuration": name,
         "concurrency": level,
         "repeats": len(speeds),
-        "tokens_per_second": measurements.median(name, level),
+        "tokens_per_second": every.median(name, level),
         "lowest": min(speeds, default=None),
         "highest": max(speeds, default=None),
         "speeds": speeds,

@@ -19,6 +19,7 @@ from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.compare.report import remove_report
 from vllm_specplus.compare.results import origin, write_files
 from vllm_specplus.compare.served import ServedModel
+from vllm_specplus.compare.speeds import Speeds
 from vllm_specplus.compare.terminal import INTERRUPTED, NothingMeasuredInterrupt, progress, table_console
 from vllm_specplus.top.server import NoSampleError, Server
 
@@ -68,11 +69,13 @@ def run(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
             raise NothingMeasuredInterrupt from None
         is_interrupted = True
     console = table_console()
+    said = recommendation(plan, runs)
     try:
-        write(arguments.out, plan, runs, is_interrupted=is_interrupted)
+        write(arguments.out, plan, runs, said, is_interrupted=is_interrupted)
     finally:
         print_runs(console, runs)
-    console.print(f"The results are in {arguments.out}", highlight=False, markup=False, soft_wrap=True)
+    for line in (f"The results are in {arguments.out}", said):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if is_interrupted:
         return INTERRUPTED
     return int(any(each["failed"] for each in runs))
@@ -133,7 +136,21 @@ def _cells(runs: list[dict[str, Any]]) -> Iterator[str]:
     yield str(sum(each["failed"] for each in runs))
 
 
-def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], *, is_interrupted: bool) -> None:
+def recommendation(plan: ServedPlan, runs: list[dict[str, Any]]) -> str:
+    """One sentence: which server to use, and how sure that is. One whose requests failed is not recommended."""
+    if len(plan.urls) == 1:
+        return "One server has no rival: name another one with --serve, or give --config instead."
+    speeds: dict[tuple[str, int], dict[int, float]] = {}
+    for each in runs:
+        by_repeat = speeds.setdefault((each["server"], each["max_concurrency"]), {})
+        by_repeat[each["repeat"]] = each["output_throughput"]
+    failed = {each["server"] for each in runs if each["failed"]}
+    fit = [url for url in plan.urls if url not in failed]
+    advice = Speeds(speeds).advice(fit, plan.concurrency, plan.urls[0])
+    return f"{advice.said}." if advice else "No server can be recommended: no two of them answered all requests."
+
+
+def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], said: str, *, is_interrupted: bool) -> None:
     """Write ``results.json`` and ``results.csv``, each in one piece. The page of an earlier comparison goes."""
     settings = {
         "servers": plan.urls,
@@ -145,7 +162,8 @@ def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], *, is_inte
         "repeat": plan.repeats,
     }
     columns = [name for name in dict.fromkeys(name for each in runs for name in each) if name != "errors"]
-    write_files(folder, origin() | {"settings": settings, "interrupted": is_interrupted, "runs": runs}, columns, runs)
+    data = {"settings": settings, "interrupted": is_interrupted, "runs": runs, "recommendation": said}
+    write_files(folder, origin() | data, columns, runs)
     remove_report(folder)
 
 

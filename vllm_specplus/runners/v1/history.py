@@ -55,8 +55,8 @@ class HostHistory:
             width: the most drafts that a request may have.
 
         Returns:
-            The history, and [B] int64 drafts that each request may have. A request has none during its prefill and
-            where the model length leaves no room, and never more than it allows.
+            The history, and [B] int64 drafts that each request may have. A request has none during its prefill, and
+            never more than it allows, and than can come out: the model's length and `max_tokens` end its text.
         """
         return self._read(sampled, self._num_tokens(sampled), width)
 
@@ -73,6 +73,11 @@ class HostHistory:
             num_tokens[i] = end
         return self._read(sampled, num_tokens, width)
 
+    def _max_tokens(self, req_id: str) -> int:
+        """The most tokens of a request's output."""
+        params = self._runner.requests[req_id].sampling_params
+        return self._runner.max_model_len if params is None or params.max_tokens is None else params.max_tokens
+
     def _num_tokens(self, sampled: list[list[int]]) -> list[int]:
         """[B] the tokens that vLLM has written of each request."""
         return self._runner.input_batch.num_tokens_no_spec[: len(sampled)].tolist()
@@ -83,9 +88,12 @@ class HostHistory:
         req_ids = batch.req_ids[: len(sampled)]
         num_prompt_tokens = batch.num_prompt_tokens[: len(sampled)].tolist()
         longest = self._runner.max_model_len - 1
+        # Behind the last draft comes one token more.
+        last = [prompt + self._max_tokens(id_) - 1 for id_, prompt in zip(req_ids, num_prompt_tokens, strict=True)]
+        allowed = requests.max_drafts(req_ids, width)
         limits = [
-            max(min(allowed, longest - length), 0) if tokens else 0
-            for tokens, length, allowed in zip(sampled, num_tokens, requests.max_drafts(req_ids, width), strict=True)
+            max(min(most, longest - length, end - length), 0) if tokens else 0
+            for tokens, length, most, end in zip(sampled, num_tokens, allowed, last, strict=True)
         ]
         # A prompt of embeddings has no tokens; its row still holds the tokens of an earlier request.
         # The text of a request whose drafting had a fault is not looked at again.
