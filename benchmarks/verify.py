@@ -298,19 +298,19 @@ def main(argv: list[str] | None = None) -> int:
     for cell in cells(args):
         print(*asdict(cell).values(), file=sys.stderr, flush=True)
         results += [measure(cell, name, make, clock) for name, make in chosen.items()]
-        if csv_path:  # as it grows, so that a run that is cut off leaves what it measured
-            write_csv(csv_path, records(results, about, clock))
+        # As they grow, so that a run that is cut off leaves what it measured.
+        rows = records(results, about, clock)
+        if csv_path:
+            write_csv(csv_path, rows)
+        if args.json:
+            write_json(args.json, {"environment": about, "goals": goals(results), "results": rows})
 
     console = Console(width=None if sys.stdout.isatty() else 240)
     show(console, results, clock)
-    goal_rows = goals(results)
-    for row in goal_rows:
+    for row in goals(results):
         verdict = "met" if row["met"] else "not met"
         console.print(f"{row['name']}: {row['value']:.2f} (goal {row['limit']}): {verdict}")
     console.print(f"{about['gpu'] or about['cpu']}; copy {clock.copy_gb_per_s:,.0f} GB/s; {about['packages']}")
-    if args.json:
-        report = {"environment": about, "goals": goal_rows}
-        write_json(args.json, report | {"results": records(results, about, clock)})
     return int(any(r.has_failed for r in results))
 
 

@@ -15,11 +15,16 @@ _ROOT = Path(__file__).parents[2]
 _LOG_LINES = 60
 # For all stages, a run without a GPU; it is only to end.
 _DRY_LIMIT = 900.0
+# For a command behind one that took all the time of its stage: it shows what that one had written until then.
+_LEAST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands that run one after the other, also if one fails. `limit` is in seconds, of all of them together."""
+    """Commands that run one after the other, also if one fails.
+
+    limit: seconds of all of them together. What is left for the last ones may be less than they are given.
+    """
 
     name: str
     limit: float
@@ -74,15 +79,18 @@ def stages(out: Path, packed: Path | None, site: Path, model: Path, dry: bool) -
 
 
 def run_stage(stage: Stage, out: Path, env: Mapping[str, str], dry: bool) -> Outcome:
-    """Run a stage and write its log; a command that is not done at the limit is ended, with all that it has started."""
+    """Run a stage and write its log; a command that is not done at the limit is ended, with all that it has started.
+
+    The others still run, for a short while.
+    """
     began, problems = time.monotonic(), []
     limit = _DRY_LIMIT if dry else stage.limit
     with (out / f"{stage.name}.log").open("wb") as log:
         for command in stage.commands:
-            name = Path(command[1]).name
+            name, left = Path(command[1]).name, limit - (time.monotonic() - began)
             process = subprocess.Popen(command, env=env, cwd=_ROOT, stdout=log, stderr=log, start_new_session=True)
             try:
-                code = process.wait(max(0.0, limit - (time.monotonic() - began)))
+                code = process.wait(max(left, _LEAST_SECONDS))
                 if code != 0:
                     problems.append(f"{name} exited with {code}")
             except subprocess.TimeoutExpired:
