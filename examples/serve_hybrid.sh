@@ -7,6 +7,14 @@ export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
 model=${1:?usage: serve_hybrid.sh MODEL [options of vllm serve]}
 shift
 
+# vLLM would tell it among a traceback.
+port=$(printf '%s\n' "$@" | sed -n -e '/^--port$/{n;p;}' -e 's/^--port=//p' | tail -n 1)
+port=${port:-8000}
+if (: > "/dev/tcp/127.0.0.1/$port") 2> /dev/null; then
+  echo "port $port is in use; choose another one with --port" >&2
+  exit 2
+fi
+
 exec vllm serve "$model" \
   --served-model-name hybrid \
   --max-model-len 1024 \

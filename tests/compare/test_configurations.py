@@ -72,6 +72,13 @@ def test_what_is_known_of_a_configuration_beside_its_config() -> None:
         ),
         # A key at its neutral value changes nothing.
         ([json.dumps(MTP), json.dumps(MTP | {"mtp_strategy": "default"})], "number 1 and --config number 2 are equal"),
+        (
+            [
+                '{"method": "suffix", "num_speculative_tokens": 4}',
+                '{"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 10000}',
+            ],
+            "number 1 and --config number 2 are equal",
+        ),
         (["none"], "--baseline and --config number 1 are equal"),
         # Of a method with two names vLLM takes one, with the plugin's keys and without.
         ([json.dumps(MTP), json.dumps(MTP | {"method": "mimo_mtp"})], "number 1 and --config number 2 are equal"),

