@@ -42,13 +42,16 @@ def ngram_drafts(text: Sequence[int], largest: int, smallest: int, slots: int, t
     return []
 
 
-def expected_counts(prompts: list[list[int]], answers: list[list[int]], rule: tuple[int, int, int, bool]) -> list[int]:
+def expected_counts(
+    prompts: list[list[int]], answers: list[list[int]], rule: tuple[int, int, int, bool], *, to_the_end: bool
+) -> list[int]:
     """[steps that verified drafts, drafts, accepted drafts] of answers of `LONG` tokens, by an n-gram rule.
 
     Args:
         prompts: the prompts.
         answers: their greedy answers, longer than `LONG` by more than the slots.
         rule: the arguments of `ngram_drafts` after the text.
+        to_the_end: whether drafts end before an answer's last token, as on V1; V2 fills all slots.
     """
     totals = [0, 0, 0]
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -56,6 +59,8 @@ def expected_counts(prompts: list[list[int]], answers: list[list[int]], rule: tu
         done = 1
         while done < LONG:
             drafts = ngram_drafts([*prompt, *answer[:done]], *rule)
+            if to_the_end:
+                drafts = drafts[: LONG - done - 1]
             accepted = 0
             while accepted < len(drafts) and drafts[accepted] == answer[done + accepted]:
                 accepted += 1
@@ -64,11 +69,14 @@ def expected_counts(prompts: list[list[int]], answers: list[list[int]], rule: tu
     return totals
 
 
-def check_ngram_rule(e: Engine, answers: list[list[int]], rule: tuple[int, int, int, bool]) -> None:
-    """Assert that an engine drafts by a rule, and that its text is the greedy one."""
+def check_ngram_rule(
+    e: Engine, answers: list[list[int]], rule: tuple[int, int, int, bool], *, to_the_end: bool
+) -> None:
+    """Assert that an engine drafts by a rule, see `expected_counts`, and that its text is the greedy one."""
     assert e.tokens(PROMPTS, max_tokens=LONG) == [answer[:LONG] for answer in answers]
     counts: Counts = e.counts()
-    assert [counts.drafts, counts.drafted, counts.accepted] == expected_counts(PROMPTS, answers, rule)
+    expected = expected_counts(PROMPTS, answers, rule, to_the_end=to_the_end)
+    assert [counts.drafts, counts.drafted, counts.accepted] == expected
 
 
 def check_forced_acceptance(model: Path, config: dict[str, Any], **args: Any) -> None:

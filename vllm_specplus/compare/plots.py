@@ -131,7 +131,7 @@ def _acceptance(data: dict[str, Any]) -> Plot | None:
         axes_of_name[0].set_ylabel("%")
     for level, axes in zip(levels, panels[-1], strict=True):
         axes.set_ylim(0, 100)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=16 // len(levels), integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=max(16 // len(levels), 1), integer=True))
         axes.set_xlabel(f"position, {level} at once")
     _legend(figure, list(seen.values()), list(seen))
     return Plot("accepted", "drafts accepted, by their position in the step and by source", figure)

@@ -22,7 +22,7 @@ def answers(trained: Path) -> list[list[int]]:
 @pytest.mark.parametrize(("config", "rule"), [(row[0], row[1:]) for row in NGRAM_RULES], ids=json.dumps)
 def test_ngram_rules(config: dict[str, Any], rule: Any, trained: Path, answers: list[list[int]]) -> None:
     with engine(trained, config) as e:
-        check_ngram_rule(e, answers, rule)
+        check_ngram_rule(e, answers, rule, to_the_end=True)
 
 
 def test_deterministic_drafts_from_the_advice_alone(trained: Path, answers: list[list[int]]) -> None:

@@ -98,7 +98,7 @@ def test_example(
         return
     with engine(targets[kind], own) as e:
         if isinstance(rule, tuple):
-            check_ngram_rule(e, answers[kind], rule)
+            check_ngram_rule(e, answers[kind], rule, to_the_end=True)
             return
         texts = e.tokens(PROMPTS, max_tokens=LONG)
         if rule == "nothing":

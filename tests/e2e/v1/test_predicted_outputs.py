@@ -87,12 +87,15 @@ def test_completions_and_xargs(client: openai.OpenAI) -> None:
             assert [choice.text for choice in found.choices] == [text] * len(prompts)
             details = found.usage.completion_tokens_details
             assert 50 * len(prompts) < details.accepted_prediction_tokens < 60 * len(prompts)
+    prediction = {"ignore_eos": True, "prediction": {"type": "content", "content": text}}
+    # The first token and the last one come from the target.
+    short = client.completions.create(**request | {"max_tokens": 3}, extra_body=prediction)
+    assert short.usage.completion_tokens_details.accepted_prediction_tokens == 1
     # Drafts that were accepted past the end are not in the text.
-    cut = client.completions.create(
-        **request | {"max_tokens": 3},
-        extra_body={"ignore_eos": True, "prediction": {"type": "content", "content": text}},
-    )
-    assert cut.usage.completion_tokens_details.accepted_prediction_tokens == 2
+    end = text.index(text[2])
+    cut = client.completions.create(**request, extra_body=prediction | {"stop_token_ids": [ord(text[2])]})
+    assert cut.usage.completion_tokens == end + 1 > 1
+    assert cut.usage.completion_tokens_details.accepted_prediction_tokens == end
     several = client.completions.create(
         **request | {"temperature": 0.1}, n=3, extra_body={"prediction": {"type": "content", "content": text}}
     )
