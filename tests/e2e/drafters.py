@@ -213,18 +213,23 @@ def as_stock(ask: Ask, config: dict[str, Any]) -> str:
     """The cell of a drafter whose texts vLLM itself changes once a draft is accepted.
 
     A hybrid with the slots of vLLM's own, all of which the model fills, makes the same steps. So does an adaptive one
-    in its first steps, if drafts cost nothing: later it leaves out drafts of which hardly any is accepted.
+    in its first steps, if drafts cost nothing: later it leaves out drafts of which hardly any is accepted. Right before
+    `max_tokens` the plugin leaves some out on V1, so the last tokens are not compared.
     """
+    last = STOCK_SLOTS["num_speculative_tokens"] + 1
     stock, _ = ask(config | STOCK_SLOTS)
     filled, _ = ask(config | APPEND | STOCK_SLOTS | {"verify_strategy": "target_match"})
     plain, _ = ask(None)
     assert stock != plain
     with pytest.MonkeyPatch.context() as patch:
         let_drafts_pay(patch, Prices(0.0, 1.0, 0.0, 0.0))
-        chosen, counts = ask(config | ADAPTIVE | STOCK_SLOTS | NO_NGRAMS, max_tokens=8)
+        chosen, counts = ask(config | ADAPTIVE | STOCK_SLOTS | NO_NGRAMS, max_tokens=8 + last)
     first, second = counts["drafted"]["model"]
-    assert first == second > 0
-    is_stock = filled == stock and chosen == [text[:8] for text in stock]
+    # Of each request at most one step had room for a single draft.
+    assert 0 <= first - second <= len(FEW)
+    assert second > 0
+    same = [text[:-last] for text in filled] == [text[:-last] for text in stock]
+    is_stock = same and [text[:8] for text in chosen] == [text[:8] for text in stock]
     return AS_STOCK if is_stock else f"fails: {filled}, {chosen}, vLLM {stock}"
 
 
