@@ -73,10 +73,13 @@ class HostHistory:
             num_tokens[i] = end
         return self._read(sampled, num_tokens, width)
 
-    def _max_tokens(self, req_id: str) -> int:
-        """The most tokens of a request's output."""
+    def _end(self, req_id: str, num_prompt_tokens: int) -> int:
+        """The most tokens of a request's text, its prompt among them."""
+        longest = self._runner.max_model_len
         params = self._runner.requests[req_id].sampling_params
-        return self._runner.max_model_len if params is None or params.max_tokens is None else params.max_tokens
+        if params is None or params.max_tokens is None:
+            return longest
+        return min(longest, num_prompt_tokens + params.max_tokens)
 
     def _num_tokens(self, sampled: list[list[int]]) -> list[int]:
         """[B] the tokens that vLLM has written of each request."""
@@ -87,13 +90,12 @@ class HostHistory:
         batch, requests = self._runner.input_batch, self._tracker.live_requests
         req_ids = batch.req_ids[: len(sampled)]
         num_prompt_tokens = batch.num_prompt_tokens[: len(sampled)].tolist()
-        longest = self._runner.max_model_len - 1
-        # Behind the last draft comes one token more.
-        last = [prompt + self._max_tokens(id_) - 1 for id_, prompt in zip(req_ids, num_prompt_tokens, strict=True)]
+        ends = [self._end(req_id, prompt) for req_id, prompt in zip(req_ids, num_prompt_tokens, strict=True)]
         allowed = requests.max_drafts(req_ids, width)
+        # Behind the last draft comes one token more.
         limits = [
-            max(min(most, longest - length, end - length), 0) if tokens else 0
-            for tokens, length, most, end in zip(sampled, num_tokens, allowed, last, strict=True)
+            max(min(most, end - length - 1), 0) if tokens else 0
+            for tokens, length, most, end in zip(sampled, num_tokens, allowed, ends, strict=True)
         ]
         # A prompt of embeddings has no tokens; its row still holds the tokens of an earlier request.
         # The text of a request whose drafting had a fault is not looked at again.
