@@ -176,6 +176,20 @@ def test_plots_are_files_and_parts_of_the_page(tmp_path: Path) -> None:
     assert not re.findall(r"(?:fill|stroke): #(?!ffffff)\w+", text)
 
 
+def test_long_names_do_not_widen_a_plot() -> None:
+    def width(data: dict[str, Any]) -> int:
+        (speed,) = (plot for plot in plots(data) if plot.name == "speed")
+        return int.from_bytes(speed.png()[16:20])  # of the header
+
+    data = copy.deepcopy(DATA)
+    long = "eagle3+ngram num_speculative_tokens=8 match_override_len=4"
+    for row in data["configurations"]:
+        row["name"] = f"{long} {row['name']}"
+    for row in data["measurements"]:
+        row["configuration"] = f"{long} {row['configuration']}"
+    assert width(data) == pytest.approx(width(DATA), rel=0.02)
+
+
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "speed.png").write_text("of an earlier run")
     monkeypatch.setattr(report, "find_spec", lambda name: None)

@@ -16,8 +16,10 @@ import pytest
 
 from vllm_specplus.cli import main
 from vllm_specplus.compare import served, served_command
+from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.compare.served import Answer, draft_fields, fields_of
 from vllm_specplus.compare.served_command import ServedPlan
+from vllm_specplus.compare.workloads import workload
 
 PAUSE = 0.02
 
@@ -120,8 +122,8 @@ def server() -> Iterator[Served]:
         yield served
 
 
-def compare(out: Path, *urls: str, model: str = "tiny", workload: str = "edit", options: tuple[str, ...] = ()) -> int:
-    words = ["compare", "--model", model, "--workload", workload, "--max-tokens", "16", "--out", str(out)]
+def compare(out: Path, *urls: str, model: str = "tiny", kind: str = "edit", options: tuple[str, ...] = ()) -> int:
+    words = ["compare", "--model", model, "--workload", kind, "--max-tokens", "16", "--out", str(out)]
     return main([*words, *(word for url in urls for word in ("--serve", url)), *options])
 
 
@@ -246,8 +248,45 @@ def test_it_ends_with_the_server_to_use() -> None:
     assert recommended(runs(("a", 100.0), ("b", 200.0), failed=1), "a", "b").startswith("No server can be recommended")
 
 
+def test_servers_that_give_other_texts_are_told(
+    server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.text = "[ab]"
+    with running() as other:
+        urls = server.url, other.url
+        other.text = "[ab]"
+        assert compare(tmp_path, *urls, options=("--repeat", "1")) == 0
+        assert json.loads((tmp_path / "results.json").read_text())["differing_texts"] == []
+        other.text = "[ac]"
+        assert compare(tmp_path, *urls, options=("--repeat", "1")) == 0
+        data = json.loads((tmp_path / "results.json").read_text())
+        (line,) = data["differing_texts"]
+        assert line == (
+            f"{other.url} gives other greedy texts than {server.url} at concurrency 1: 8 of 8, "
+            f"first for prompt {workload('edit')[0].name}, behind '[a': 'c][ac][ac]' and not 'b][ab][ab]'"
+        )
+        assert line in capsys.readouterr().out.splitlines()
+        assert data["runs"][1]["generated_texts"] == ["[ac][ac][ac]"] * 8
+        assert compare(tmp_path, *urls, options=("--repeat", "1", "--temperature", "0.5")) == 0
+        assert json.loads((tmp_path / "results.json").read_text())["differing_texts"] == []
+
+
+def test_texts_that_the_first_server_gave_once_are_no_others() -> None:
+    """Rounding may decide a greedy text another way in each repeat; a failed request has none."""
+
+    def row(server: str, *texts: str, errors: tuple[str, ...] = ("",)) -> dict[str, Any]:
+        return {"server": server, "max_concurrency": 1, "generated_texts": [*texts], "errors": [*errors]}
+
+    plan = ServedPlan(["a", "b"], "tiny", "", [Prompt("p", "")], [1], 16, 0.0, 2)
+    found = [row("a", "x"), row("b", "y"), row("a", "y")]
+    assert served_command.differing_texts(plan, found) == []
+    assert served_command.differing_texts(plan, [*found, row("b", "z", errors=("gone",))]) == []
+    (line,) = served_command.differing_texts(plan, [*found, row("b", "z")])
+    assert line.endswith("1 of 1, first for prompt p, behind '': 'z' and not 'x'")
+
+
 def test_texts_are_continued(server: Served, tmp_path: Path) -> None:
-    assert compare(tmp_path, server.url, workload="prose", options=("--repeat", "1")) == 0
+    assert compare(tmp_path, server.url, kind="prose", options=("--repeat", "1")) == 0
     path, body, _ = server.requests[-1]
     assert path == "/v1/completions"
     assert body["prompt"].startswith("There is an island")

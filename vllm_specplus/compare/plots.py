@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 PLOTS = ("speed", "accepted", "time")
 _WIDTH = 7.0  # inches
+# Of a legend: what fits into the width, what a marker takes of it, and a row's height in inches.
+_CHARACTERS, _MARKER_CHARACTERS, _LEGEND_ROW = 100, 8, 0.17
 _MARKERS = "osD^vPX*"  # lines are told apart without colors too
 _DODGE = 0.03  # between neighbours, of the distance between two concurrencies: bars must not hide each other
 _STYLE: dict[Any, Any] = {
@@ -79,7 +81,7 @@ def _speed(data: dict[str, Any]) -> Plot | None:
     timed = [row for row in data["measurements"] if row["tokens_per_second"]]
     if not timed:
         return None
-    figure, axes = _figure(3.6)
+    figure, axes = _figure(3.2)
     series = list(_series(data))
     for i, (name, color) in enumerate(series):
         rows = [row for row in timed if row["configuration"] == name]
@@ -174,5 +176,9 @@ def _figure(height: float, panels: tuple[int, int] | None = None) -> tuple["Figu
 
 
 def _legend(figure: "Figure", handles: list[Any] | None = None, names: list[str] | None = None) -> None:
-    given = {} if handles is None else {"handles": handles, "labels": names}
-    figure.legend(loc="outside upper left", ncols=3, **given)
+    """Put a legend on top, as wide as the plot at most; its rows make the figure higher."""
+    if handles is None or names is None:
+        handles, names = figure.axes[0].get_legend_handles_labels()
+    columns = max(1, min(3, _CHARACTERS // (max(map(len, names), default=0) + _MARKER_CHARACTERS)))
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * -(-len(names) // columns))
+    figure.legend(handles, names, loc="outside upper left", ncols=columns)

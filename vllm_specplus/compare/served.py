@@ -6,7 +6,7 @@ import secrets
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class Answer:
         asked: when the request went out.
         arrivals: when each part of the text came. A step that accepts drafts sends several tokens as one part.
         num_prompt_tokens, num_tokens: as the server counts them.
+        text: all that came, reasoning too; without calls of tools.
         error: why it failed; "" if it did not.
     """
 
@@ -38,6 +39,7 @@ class Answer:
     arrivals: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    text: str = ""
     error: str = ""
 
 
@@ -75,25 +77,26 @@ class ServedModel:
             if answer.error:
                 raise RefusedError(f"{self.url}: prompt {prompt.name}: {answer.error}")
 
-    async def run(self, prompts: Iterable[Prompt], concurrency: int) -> dict[str, Any]:
+    async def run(self, prompts: Sequence[Prompt], concurrency: int) -> dict[str, Any]:
         """Ask every prompt once, `concurrency` at a time; return the fields, times in milliseconds.
 
         Each run has a ``cache_salt`` of its own, and so has a prompt that comes again: the server's prefix cache and
         the plugin's suffix trees hold neither prompt nor answer of theirs.
         """
-        waiting, copies, salt = iter(prompts), Counter[str](), secrets.token_hex(8)
-        answers: list[Answer] = []
+        waiting, copies, salt = iter(enumerate(prompts)), Counter[str](), secrets.token_hex(8)
+        answers: dict[int, Answer] = {}
 
         async def ask_in_turn() -> None:
-            for prompt in waiting:
+            for place, prompt in waiting:
                 copies[prompt.name] += 1
-                answers.append(await self._ask(prompt, cache_salt=f"{salt} {copies[prompt.name]}"))
+                answers[place] = await self._ask(prompt, cache_salt=f"{salt} {copies[prompt.name]}")
 
         before = await self._draft_counts()
         began = time.perf_counter()
         await asyncio.gather(*(ask_in_turn() for _ in range(concurrency)))
         seconds = time.perf_counter() - began
-        return fields_of(answers, seconds) | draft_fields(before, await self._draft_counts())
+        in_order = [answers[place] for place in range(len(prompts))]
+        return fields_of(in_order, seconds) | draft_fields(before, await self._draft_counts())
 
     async def _ask(self, prompt: Prompt, **settings: Any) -> Answer:
         body: dict[str, Any] = self._settings | settings | {"stream": True, "stream_options": {"include_usage": True}}
@@ -146,8 +149,10 @@ async def _read(response: httpx.Response, answer: Answer) -> None:
         if "error" in event:
             answer.error = str(event["error"].get("message", event["error"]))
         for choice in event.get("choices", ()):
-            if choice.get("text") or any(map((choice.get("delta") or {}).get, _TEXTS)):
+            parts = [choice.get("text"), *map((choice.get("delta") or {}).get, _TEXTS)]
+            if any(parts):
                 answer.arrivals.append(time.perf_counter())
+            answer.text += "".join(part for part in parts if isinstance(part, str))
         if usage := event.get("usage"):
             answer.num_prompt_tokens, answer.num_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     if not answer.error and not answer.num_tokens:
@@ -176,7 +181,7 @@ def _reason(status: int, body: bytes) -> str:
 
 
 def fields_of(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """Counts, throughputs by second, and the spread of four times in milliseconds.
+    """Counts, throughputs by second, texts in the answers' order, and the spread of four times in milliseconds.
 
     ``ttft``: to the first part of the text. ``itl``: between two parts. ``tpot``: for each token behind the first.
     ``e2el``: to the last part.
@@ -194,6 +199,7 @@ def fields_of(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         "completed": len(whole),
         "failed": len(answers) - len(whole),
         "errors": [answer.error for answer in answers],
+        "generated_texts": [answer.text for answer in answers],
         "total_input_tokens": num_in,
         "total_output_tokens": num_out,
         "request_throughput": len(whole) / seconds,

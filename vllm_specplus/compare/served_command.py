@@ -24,6 +24,8 @@ from vllm_specplus.compare.terminal import INTERRUPTED, NothingMeasuredInterrupt
 from vllm_specplus.top.server import NoSampleError, Server
 
 _TIMES = ("ttft", "itl", "e2el")
+_LISTS = ("errors", "generated_texts")  # of a run, one of each answer
+_SHOWN = 24  # characters of a text
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,12 @@ def run(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
             raise NothingMeasuredInterrupt from None
         is_interrupted = True
     console = table_console()
-    said = recommendation(plan, runs)
+    different, said = differing_texts(plan, runs), recommendation(plan, runs)
     try:
-        write(arguments.out, plan, runs, said, is_interrupted=is_interrupted)
+        write(arguments.out, plan, runs, different, said, is_interrupted=is_interrupted)
     finally:
         print_runs(console, runs)
-    for line in (f"The results are in {arguments.out}", said):
+    for line in (*different, f"The results are in {arguments.out}", said):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if is_interrupted:
         return INTERRUPTED
@@ -150,7 +152,48 @@ def recommendation(plan: ServedPlan, runs: list[dict[str, Any]]) -> str:
     return f"{advice.said}." if advice else "No server can be recommended: no two of them answered all requests."
 
 
-def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], said: str, *, is_interrupted: bool) -> None:
+def differing_texts(plan: ServedPlan, runs: list[dict[str, Any]]) -> list[str]:
+    """A line for each server and concurrency with greedy texts that the first server gave in no repeat."""
+    first, *others = plan.urls
+    lines = []
+    for level in plan.concurrency if plan.temperature == 0 else ():
+        expected = _texts(runs, first, level)
+        for url in others:
+            pairs = [*enumerate(zip(expected, _texts(runs, url, level), strict=False))]
+            different = [(place, known, found - known) for place, (known, found) in pairs if known and found - known]
+            if different:
+                place, known, found = different[0]
+                name = in_places(plan.prompts, level)[place].name
+                lines.append(
+                    f"{url} gives other greedy texts than {first} at concurrency {level}: {len(different)} of "
+                    f"{len(pairs)}, first for prompt {name}, {_first_difference(min(known), min(found))}"
+                )
+    return lines
+
+
+def _texts(runs: list[dict[str, Any]], server: str, level: int) -> list[set[str]]:
+    """The texts that a server has given at each place of the prompts."""
+    mine = [each for each in runs if (each["server"], each["max_concurrency"]) == (server, level)]
+    answers = [zip(each["generated_texts"], each["errors"], strict=True) for each in mine]
+    return [{text for text, error in place if not error} for place in zip(*answers, strict=True)]
+
+
+def _first_difference(expected: str, found: str) -> str:
+    pairs = enumerate(zip(expected, found, strict=False))
+    at = next((place for place, (one, other) in pairs if one != other), min(len(expected), len(found)))
+    before, *after = expected[:at][-_SHOWN:], expected[at : at + _SHOWN], found[at : at + _SHOWN]
+    return f"behind {before!r}: {after[1]!r} and not {after[0]!r}"
+
+
+def write(
+    folder: Path,
+    plan: ServedPlan,
+    runs: list[dict[str, Any]],
+    different: list[str],
+    said: str,
+    *,
+    is_interrupted: bool,
+) -> None:
     """Write ``results.json`` and ``results.csv``, each in one piece. The page of an earlier comparison goes."""
     settings = {
         "servers": plan.urls,
@@ -161,8 +204,9 @@ def write(folder: Path, plan: ServedPlan, runs: list[dict[str, Any]], said: str,
         "temperature": plan.temperature,
         "repeat": plan.repeats,
     }
-    columns = [name for name in dict.fromkeys(name for each in runs for name in each) if name != "errors"]
-    data = {"settings": settings, "interrupted": is_interrupted, "runs": runs, "recommendation": said}
+    columns = [name for name in dict.fromkeys(name for each in runs for name in each) if name not in _LISTS]
+    data = {"settings": settings, "interrupted": is_interrupted, "runs": runs, "differing_texts": different}
+    data["recommendation"] = said
     write_files(folder, origin() | data, columns, runs)
     remove_report(folder)
 
