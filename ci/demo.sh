@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs, makes a model (the first time) and compares the ways of drafting on it. The model is tiny and trained here;
 # with `--model smollm2` it is SmolLM2-135M-Instruct, from the package index, with an EAGLE head trained here, which takes
-# half of an hour or more. Other arguments go to examples/demo.py.
+# about an hour. Other arguments go to examples/demo.py.
 cd "$(dirname "$0")/.."
 source ci/setup.sh
 export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1

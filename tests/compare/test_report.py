@@ -182,7 +182,7 @@ def test_long_names_do_not_widen_a_plot() -> None:
         return int.from_bytes(speed.png()[16:20])  # of the header
 
     data = copy.deepcopy(DATA)
-    long = "eagle3+ngram num_speculative_tokens=8 match_override_len=4"
+    long = " ".join(f"some_key_number_{i}={i}" for i in range(8))
     for row in data["configurations"]:
         row["name"] = f"{long} {row['name']}"
     for row in data["measurements"]:

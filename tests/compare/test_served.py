@@ -236,7 +236,8 @@ def runs(*speeds: tuple[str, float], failed: int = 0) -> list[dict[str, Any]]:
 
 
 def recommended(found: list[dict[str, Any]], *urls: str) -> str:
-    return served_command.recommendation(ServedPlan([*urls], "tiny", "", [], [1], 16, 0.0, 2), found)
+    plan = ServedPlan([*urls], "tiny", "", [], [1], 16, 0.0, 2)
+    return served_command.recommendation(plan, found, texts_differ=False)
 
 
 def test_it_ends_with_the_server_to_use() -> None:
@@ -265,7 +266,9 @@ def test_servers_that_give_other_texts_are_told(
             f"{other.url} gives other greedy texts than {server.url} at concurrency 1: 8 of 8, "
             f"first for prompt {workload('edit')[0].name}, behind '[a': 'c][ac][ac]' and not 'b][ab][ab]'"
         )
-        assert line in capsys.readouterr().out.splitlines()
+        *_, last = printed = capsys.readouterr().out.splitlines()
+        assert line in printed
+        assert last.endswith("; their greedy texts differ.")
         assert data["runs"][1]["generated_texts"] == ["[ac][ac][ac]"] * 8
         assert compare(tmp_path, *urls, options=("--repeat", "1", "--temperature", "0.5")) == 0
         assert json.loads((tmp_path / "results.json").read_text())["differing_texts"] == []

@@ -1,6 +1,7 @@
 """The plots of a comparison, by matplotlib: of the extra ``plot``."""
 
 import io
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
 PLOTS = ("speed", "accepted", "time")
 _WIDTH = 7.0  # inches
 # Of a legend: what fits into the width, what a marker takes of it, and a row's height in inches.
-_CHARACTERS, _MARKER_CHARACTERS, _LEGEND_ROW = 100, 8, 0.17
+_CHARACTERS, _MARKER_CHARACTERS, _LEGEND_ROW = 88, 8, 0.17
 _MARKERS = "osD^vPX*"  # lines are told apart without colors too
+_BAR = 0.45  # a bar's height, of the distance between two
 _DODGE = 0.03  # between neighbours, of the distance between two concurrencies: bars must not hide each other
 _STYLE: dict[Any, Any] = {
     # The text of an SVG stays text, and the same numbers give the same file.
@@ -45,6 +47,9 @@ class Plot:
 
     def __init__(self, name: str, title: str, figure: "Figure") -> None:
         self.name, self.title, self._figure = name, title, figure
+        # Laid out once: each drawing would move the axes a little further.
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
 
     def png(self) -> bytes:
         """The picture, on white."""
@@ -129,7 +134,7 @@ def _acceptance(data: dict[str, Any]) -> Plot | None:
                 seen[source] = axes.bar(positions, heights, bottom=bottom, color=SOURCE_COLORS[source][0])
                 bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for name, axes_of_name in zip(names, panels, strict=True):
-        axes_of_name[0].set_title(name, loc="left", fontsize=9)
+        axes_of_name[0].set_title(_wrapped(name), loc="left", fontsize=9)
         axes_of_name[0].set_ylabel("%")
     for level, axes in zip(levels, panels[-1], strict=True):
         axes.set_ylim(0, 100)
@@ -144,14 +149,16 @@ def _time(data: dict[str, Any]) -> Plot | None:
     timed = [configuration for configuration in data["configurations"] if configuration["seconds"]]
     if not timed:
         return None
-    figure, axes = _figure(0.8 + 0.4 * len(timed))
+    figure, axes = _figure(0.8 + 0.45 * len(timed))
     left = [0.0] * len(timed)
     for part in PARTS:
         shares = [100 * c["seconds"][part] / sum(c["seconds"].values()) for c in timed]
-        axes.barh(range(len(timed)), shares, left=left, color=PART_COLORS[part][0], label=part)
+        axes.barh(range(len(timed)), shares, _BAR, left=left, color=PART_COLORS[part][0], label=part)
         left = [a + b for a, b in zip(left, shares, strict=True)]
-    axes.set_yticks(range(len(timed)), [c["name"] for c in timed])
-    axes.invert_yaxis()
+    axes.set_yticks([])
+    for i, configuration in enumerate(timed):
+        axes.text(0, i - 0.6 * _BAR, _wrapped(configuration["name"]), va="bottom", in_layout=False)
+    axes.set_ylim(len(timed) - 0.5, -0.5 - _BAR)
     axes.set_xlim(0, 100)
     axes.set_xlabel("% of the time, one request at a time")
     _legend(figure)
@@ -180,5 +187,12 @@ def _legend(figure: "Figure", handles: list[Any] | None = None, names: list[str]
     if handles is None or names is None:
         handles, names = figure.axes[0].get_legend_handles_labels()
     columns = max(1, min(3, _CHARACTERS // (max(map(len, names), default=0) + _MARKER_CHARACTERS)))
-    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * -(-len(names) // columns))
-    figure.legend(handles, names, loc="outside upper left", ncols=columns)
+    labels = [_wrapped(name) for name in names]
+    lines = sum(label.count("\n") + 1 for label in labels)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * -(-lines // columns))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns)
+
+
+def _wrapped(name: str) -> str:
+    """A name in lines that fit beside a marker."""
+    return textwrap.fill(name, _CHARACTERS - _MARKER_CHARACTERS, break_on_hyphens=False)

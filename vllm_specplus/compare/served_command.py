@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
             raise NothingMeasuredInterrupt from None
         is_interrupted = True
     console = table_console()
-    different, said = differing_texts(plan, runs), recommendation(plan, runs)
+    different = differing_texts(plan, runs)
+    said = recommendation(plan, runs, texts_differ=bool(different))
     try:
         write(arguments.out, plan, runs, different, said, is_interrupted=is_interrupted)
     finally:
@@ -138,7 +139,7 @@ def _cells(runs: list[dict[str, Any]]) -> Iterator[str]:
     yield str(sum(each["failed"] for each in runs))
 
 
-def recommendation(plan: ServedPlan, runs: list[dict[str, Any]]) -> str:
+def recommendation(plan: ServedPlan, runs: list[dict[str, Any]], *, texts_differ: bool) -> str:
     """One sentence: which server to use, and how sure that is. One whose requests failed is not recommended."""
     if len(plan.urls) == 1:
         return "One server has no rival: name another one with --serve, or give --config instead."
@@ -149,7 +150,9 @@ def recommendation(plan: ServedPlan, runs: list[dict[str, Any]]) -> str:
     failed = {each["server"] for each in runs if each["failed"]}
     fit = [url for url in plan.urls if url not in failed]
     advice = Speeds(speeds).advice(fit, plan.concurrency, plan.urls[0])
-    return f"{advice.said}." if advice else "No server can be recommended: no two of them answered all requests."
+    if advice is None:
+        return "No server can be recommended: no two of them answered all requests."
+    return f"{advice.said}; their greedy texts differ." if texts_differ else f"{advice.said}."
 
 
 def differing_texts(plan: ServedPlan, runs: list[dict[str, Any]]) -> list[str]:
@@ -157,16 +160,16 @@ def differing_texts(plan: ServedPlan, runs: list[dict[str, Any]]) -> list[str]:
     first, *others = plan.urls
     lines = []
     for level in plan.concurrency if plan.temperature == 0 else ():
+        names = [prompt.name for prompt in in_places(plan.prompts, level)]
         expected = _texts(runs, first, level)
         for url in others:
-            pairs = [*enumerate(zip(expected, _texts(runs, url, level), strict=False))]
-            different = [(place, known, found - known) for place, (known, found) in pairs if known and found - known]
+            pairs = [pair for pair in zip(names, expected, _texts(runs, url, level), strict=False) if all(pair[1:])]
+            different = [(name, min(known), min(given - known)) for name, known, given in pairs if given - known]
             if different:
-                place, known, found = different[0]
-                name = in_places(plan.prompts, level)[place].name
+                name, known, new = different[0]
                 lines.append(
                     f"{url} gives other greedy texts than {first} at concurrency {level}: {len(different)} of "
-                    f"{len(pairs)}, first for prompt {name}, {_first_difference(min(known), min(found))}"
+                    f"{len(pairs)}, first for prompt {name}, {_first_difference(known, new)}"
                 )
     return lines
 
@@ -181,8 +184,8 @@ def _texts(runs: list[dict[str, Any]], server: str, level: int) -> list[set[str]
 def _first_difference(expected: str, found: str) -> str:
     pairs = enumerate(zip(expected, found, strict=False))
     at = next((place for place, (one, other) in pairs if one != other), min(len(expected), len(found)))
-    before, *after = expected[:at][-_SHOWN:], expected[at : at + _SHOWN], found[at : at + _SHOWN]
-    return f"behind {before!r}: {after[1]!r} and not {after[0]!r}"
+    same, wanted, given = expected[:at][-_SHOWN:], expected[at : at + _SHOWN], found[at : at + _SHOWN]
+    return f"behind {same!r}: {given!r} and not {wanted!r}"
 
 
 def write(

@@ -352,7 +352,7 @@ def _write(folder: Path, head: EagleHead, vocab: Tensor, target: dict[str, Any],
 def _progress_bar() -> Progress:
     console = Console(stderr=True)
     if not console.is_terminal:
-        console.print("training an EAGLE head: half of an hour or more", highlight=False)
+        console.print("training an EAGLE head: about an hour", highlight=False)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
