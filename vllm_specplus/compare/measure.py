@@ -262,11 +262,14 @@ class _Checker:
         return Difference(name, level, prompt, len(departure.prefix), expected, found, best, near)
 
 
+def num_same(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many tokens or characters of two texts are the same before the first that differs, or the end of one."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def _departure(number: int, mine: list[int], theirs: list[int]) -> _Departure:
     """Where two answers to a prompt differ first."""
-    place = next(
-        (i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
-        min(len(mine), len(theirs)),
-    )
+    place = num_same(mine, theirs)
     expected, found = (row[place] if place < len(row) else None for row in (theirs, mine))
     return _Departure(number, tuple(theirs[:place]), expected, found)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_specplus.compare.measure import in_places
+from vllm_specplus.compare.measure import in_places, num_same
 from vllm_specplus.compare.processes import RefusedError
 from vllm_specplus.compare.prompts import Prompt
 from vllm_specplus.compare.report import remove_report
@@ -182,8 +182,7 @@ def _texts(runs: list[dict[str, Any]], server: str, level: int) -> list[set[str]
 
 
 def _first_difference(expected: str, found: str) -> str:
-    pairs = enumerate(zip(expected, found, strict=False))
-    at = next((place for place, (one, other) in pairs if one != other), min(len(expected), len(found)))
+    at = num_same(expected, found)
     same, wanted, given = expected[:at][-_SHOWN:], expected[at : at + _SHOWN], found[at : at + _SHOWN]
     return f"behind {same!r}: {given!r} and not {wanted!r}"
 
