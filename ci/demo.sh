@@ -3,6 +3,10 @@
 # with `--model smollm2` it is SmolLM2-135M-Instruct, from the package index, with an EAGLE head trained here, which takes
 # about an hour. Other arguments go to examples/demo.py.
 cd "$(dirname "$0")/.."
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  grep '^# ' ci/demo.sh | cut -c 3-
+  exit
+fi
 source ci/setup.sh
 export HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1
 

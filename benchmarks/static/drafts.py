@@ -50,6 +50,14 @@ class _Batch:
     def texts(self) -> dict[str, torch.Tensor]:
         return {"token_ids": self.token_ids, "num_tokens": self.num_tokens, "idx_mapping": self.idx_mapping}
 
+    def counted(self) -> counts.Counted:
+        """A step whose drafts are to be counted."""
+        by_source = torch.zeros((2, len(SOURCES), self.width), dtype=torch.int64, device=self.device)
+        of_requests = torch.zeros((self.num_reqs, 3), dtype=torch.int64, device=self.device)
+        bounds = torch.arange(self.num_reqs + 1, dtype=torch.int32, device=self.device) * (self.width + 1)
+        of_drafts = self.full(self.width), self.full(self.num_model), self.full(NGRAM)
+        return counts.Counted(by_source, of_requests, self.full(2), bounds, *of_drafts)
+
     def state(self) -> arbiter.State:
         """An arbiter's, with an n-gram chain behind each number of the model's drafts, and a reference's."""
         starts = [*range(self.num_model + 1), 0]
@@ -83,33 +91,28 @@ def _write_one_hot_rows(b: _Batch) -> DraftCall:
 
 
 def _count_drafts(b: _Batch) -> DraftCall:
-    counted = torch.zeros((2, len(SOURCES), b.width), dtype=torch.int64, device=b.device)
-    of_requests = torch.zeros((b.num_reqs, 3), dtype=torch.int64, device=b.device)
-    bounds = torch.arange(b.num_reqs + 1, dtype=torch.int32, device=b.device) * (b.width + 1)
-    step = (b.full(2), bounds, b.idx_mapping)
-    return DraftCall(
-        counts.count_drafts, counted, of_requests, *step, b.full(b.width), b.full(b.num_model), b.full(NGRAM)
-    )
+    return DraftCall(counts.count_drafts, b.counted(), b.idx_mapping)
 
 
 def _adapt(b: _Batch) -> DraftCall:
     """All that the arbiter does in a step, in its order."""
-    state = b.state()
-    prices = torch.ones(b.num_model, dtype=torch.int64, device=b.device)
+    state, counted = b.state(), b.counted()
+    prices = torch.ones(2 + b.num_model, dtype=torch.int64, device=b.device)
     totals = torch.zeros(arbiter.NUM_TOTALS, dtype=torch.int64, device=b.device)
     tokens = torch.zeros((1, b.num_reqs, b.width), dtype=torch.int32, device=b.device)
     guess = tokens, b.full(b.width)[None], b.full(0)[None]
-    outputs = b.drafts, b.by_state, b.full(NGRAM)
+    report = torch.zeros(arbiter.NUM_TOTALS + 1 + b.num_reqs, dtype=torch.int64, device=b.device)
+    outputs = b.drafts, b.by_state, b.full(NGRAM), totals, report
     sizes = {"min_ngram_size": 2, "max_ngram_size": 5, "match_len_cap": 24}
     ngrams = arbiter.NgramChains(state, b.texts["token_ids"], b.texts["num_tokens"], **sizes)
 
     def step() -> None:
-        arbiter.judge_and_offer(state, **b.texts, num_new=b.one, limits=b.limits, model_drafts=b.model_drafts)
+        step = {"limits": b.limits, "model_drafts": b.model_drafts, "counted": counted}
+        arbiter.judge_and_offer(state, **b.texts, num_new=b.one, **step)
         matches = ngrams.search(b.idx_mapping, b.limits)
         arbiter.offer_chains(state, b.idx_mapping, *guess, first_chain=b.num_model + 1)
-        chosen = arbiter.choose(state, b.num_tokens, b.idx_mapping, b.limits, b.one, *outputs, matches)
-        options = {"most_credit": 4 * ONE.value}
-        arbiter.settle_and_plan(state, b.idx_mapping, chosen.values, b.limits, b.one, prices, b.one, totals, **options)
+        batch = b.num_tokens, b.idx_mapping, b.limits, prices
+        arbiter.choose_and_settle(state, *batch, *outputs, matches=matches)
 
     return DraftCall(step)
 

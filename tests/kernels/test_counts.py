@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.launches import Launches, OnlyTorch
 from vllm_specplus.kernels import counts as kernels
-from vllm_specplus.kernels.counts import count_drafts, count_steps, mark_padding
+from vllm_specplus.kernels.counts import Counted, count_drafts, count_steps, mark_padding
 from vllm_specplus.runners.request_counts import count_drafts as count_on_host
 from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, SOURCES, SUFFIX, UNFILLED
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
@@ -78,17 +78,17 @@ def run(
     # vLLM's buffers hold more values behind the batch.
     num_sampled = int32([*(request.num_sampled for request in requests.values()), width + 1])
     ends = np.cumsum([request.num_slots + 1 for request in requests.values()], dtype=np.int32).tolist()
-    count_drafts(
+    counted = Counted(
         counts,
         request_counts,
         num_sampled[: len(requests)],
         int32([0, *ends]),
-        torch.tensor(list(requests), dtype=dtype),
         int32([request.num_drafts for request in by_row]),
         int32([request.num_model for request in by_row]),
         int32([request.fill_source for request in by_row]),
         torch.tensor(invalid, dtype=torch.bool) if masked else None,
     )
+    count_drafts(counted, torch.tensor(list(requests), dtype=dtype))
 
 
 @st.composite
@@ -176,28 +176,28 @@ def test_expected_counts(request_, drafted, accepted, request_count):
     assert torch.equal(request_counts, before)
 
 
-def arguments(num_reqs=2, width=4, **changes):
-    """Valid arguments of `count_drafts`, with `changes`."""
+def arguments(num_reqs=2, width=4, idx_mapping=None, **changes):
+    """Valid arguments of `count_drafts`, with `changes` in what is counted."""
 
     def per_request(value):
         return torch.full((num_reqs,), value, dtype=torch.int32)
 
-    return {
-        "counts": torch.zeros(2, len(SOURCES), width, dtype=torch.int64),
-        "request_counts": torch.zeros(num_reqs, 3, dtype=torch.int64),
-        "num_sampled": per_request(2),
-        "cu_num_rows": torch.arange(num_reqs + 1, dtype=torch.int32) * (width + 1),
-        "idx_mapping": torch.arange(num_reqs),
-        "num_drafts": per_request(width),
-        "num_model": per_request(1),
-        "fill_source": per_request(REFERENCE),
-    } | changes
+    counted = Counted(
+        counts=torch.zeros(2, len(SOURCES), width, dtype=torch.int64),
+        request_counts=torch.zeros(num_reqs, 3, dtype=torch.int64),
+        num_sampled=per_request(2),
+        cu_num_rows=torch.arange(num_reqs + 1, dtype=torch.int32) * (width + 1),
+        num_drafts=per_request(width),
+        num_model=per_request(1),
+        fill_source=per_request(REFERENCE),
+    )
+    return counted._replace(**changes), torch.arange(num_reqs) if idx_mapping is None else idx_mapping
 
 
 def test_no_requests():
-    before = arguments(0)
-    count_drafts(**before)
-    assert not before["counts"].any()
+    counted, nobody = arguments(0)
+    count_drafts(counted, nobody)
+    assert not counted.counts.any()
 
 
 def test_a_call_is_one_launch_that_waits_for_nothing(monkeypatch):
@@ -206,16 +206,16 @@ def test_a_call_is_one_launch_that_waits_for_nothing(monkeypatch):
     calls = [arguments(3), arguments(3, invalid=torch.zeros(15, dtype=torch.bool))]
     with OnlyTorch():
         for call in calls:
-            count_drafts(**call)
+            count_drafts(*call)
     assert launches.grids == [(3,)] * 2
 
 
 def compile_ahead_of_time():
     """Run in a process of its own: compile the kernel as it is launched."""
     kernels._count_kernel = kernel = AheadOfTime(kernels._count_kernel)
-    count_drafts(**arguments())
-    count_drafts(**arguments(width=5, idx_mapping=torch.arange(2, dtype=torch.int32)))
-    count_drafts(**arguments(width=1, invalid=torch.zeros(4, dtype=torch.bool)))
+    count_drafts(*arguments())
+    count_drafts(*arguments(width=5, idx_mapping=torch.arange(2, dtype=torch.int32)))
+    count_drafts(*arguments(width=1, invalid=torch.zeros(4, dtype=torch.bool)))
     kernels._padding_kernel = padding = AheadOfTime(kernels._padding_kernel)
     ints = torch.zeros(300, dtype=torch.int32)
     mark_padding(ints, ints, ints)

@@ -289,7 +289,7 @@ def compile_ahead_of_time():
         setattr(kernels, name, kernel)
     drafts, rows, ints = torch.zeros(3, 5, dtype=torch.int64), torch.arange(3), torch.zeros(3, dtype=torch.int32)
     limits, by_state = Limits(ints, ints), DraftCounts(ints, ints)
-    report_tokens(torch.zeros(4, 9, dtype=torch.int32), ints, rows, limits, drafts[:, :2], 5)
+    report_tokens(torch.zeros(4, 9, dtype=torch.int32), ints, rows, limits, drafts[:, :2], 5, ints.new_zeros(40))
     place_drafts(drafts, drafts.int(), ints, ints, rows, by_state)
     prefer_forecasts(drafts, ints, ints, drafts, ints, ints, rows, ints, 1, 2, by_state)
     assert all(kernel.compiled for kernel in around.values())
@@ -316,7 +316,11 @@ def test_report(num_steps: int) -> None:
     rows, most = torch.tensor([3, 0, 2], dtype=torch.int32), torch.tensor([5, 4, 2], dtype=torch.int32)
     limits = Limits(most, torch.tensor([1, 0, 3, 7], dtype=torch.int32))
     drafts = torch.arange(21).reshape(3, 7)[:, :5]
-    report = report_tokens(token_ids, num_tokens, rows, limits, drafts[:, :num_steps], 5).tolist()
+    memory = torch.full((50,), SENTINEL, dtype=torch.int32)
+    num_columns = report_tokens(token_ids, num_tokens, rows, limits, drafts[:, :num_steps], 5, memory)
+    assert num_columns == 8 + num_steps
+    report, rest = memory[: 3 * num_columns].view(3, num_columns).tolist(), memory[3 * num_columns :]
+    assert torch.all(rest == SENTINEL)
     for i, row in enumerate(rows.tolist()):
         length = int(num_tokens[row])
         latest = [int(token_ids[row, max(length - 1 - back, 0)]) for back in range(6)]

@@ -11,107 +11,90 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_specplus import sources
 from vllm_specplus.kernels.sizes import cdiv, next_power_of_2
-from vllm_specplus.sources import MODEL, REFERENCE, SOURCES, UNFILLED
 
 _BLOCK = 256  # rows or requests of a program
+_NUM_SOURCES = tl.constexpr(len(sources.SOURCES))
+_MODEL = tl.constexpr(sources.MODEL)
+_REFERENCE = tl.constexpr(sources.REFERENCE)
+_UNFILLED = tl.constexpr(sources.UNFILLED)
 
 
-class _Step(NamedTuple):
-    """What a step's verification says of each request of the batch; None: no row is invalid."""
+class Counted(NamedTuple):
+    """What is counted of a step's drafts, and where; see `count_drafts`."""
 
-    num_sampled_ptr: torch.Tensor
-    cu_num_rows_ptr: torch.Tensor
-    idx_mapping_ptr: torch.Tensor
-    invalid_ptr: torch.Tensor | None
-
-
-class _Drafts(NamedTuple):
-    """How many drafts each request had, and who made them."""
-
-    num_drafts_ptr: torch.Tensor
-    num_model_ptr: torch.Tensor
-    fill_source_ptr: torch.Tensor
+    counts: torch.Tensor
+    request_counts: torch.Tensor
+    num_sampled: torch.Tensor
+    cu_num_rows: torch.Tensor
+    num_drafts: torch.Tensor
+    num_model: torch.Tensor
+    fill_source: torch.Tensor
+    invalid: torch.Tensor | None = None
 
 
-def count_drafts(
-    counts: torch.Tensor,
-    request_counts: torch.Tensor,
-    num_sampled: torch.Tensor,
-    cu_num_rows: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    num_drafts: torch.Tensor,
-    num_model: torch.Tensor,
-    fill_source: torch.Tensor,
-    invalid: torch.Tensor | None = None,
-) -> None:
+def count_drafts(counted: Counted, idx_mapping: torch.Tensor) -> None:
     """Add one step's drafts to the counts.
 
     Args:
-        counts: [2, len(SOURCES), K] int64, contiguous, changed in place: drafted and accepted tokens by source and
-            slot. A verified slot without a draft counts as ``unfilled``.
-        request_counts: [max_num_reqs, 3] int64, contiguous, changed in place. Column 1 counts drafts of the reference,
-            column 2 those of them that were accepted. Column 0 is that of `count_steps`.
-        num_sampled: [num_reqs] int32, tokens that each request got. A request with 0 is in its prefill and counts
-            nothing.
-        cu_num_rows: [num_reqs + 1] int32, where each request's rows begin; all but the first have a slot.
-        idx_mapping: [num_reqs] int32 or int64, the row of each request in `request_counts` and in the next three.
-        num_drafts, num_model: [max_num_reqs] int32, drafts of each request, and how many of them are the model's.
-        fill_source: [max_num_reqs] int32, the source of the others.
-        invalid: [num_rows] bool, the rows whose draft does not count; None: all count.
+        counted: has these fields:
+
+            - counts: [2, len(SOURCES), K] int64, contiguous, changed in place: drafted and accepted tokens by source
+              and slot. A verified slot without a draft counts as ``unfilled``.
+            - request_counts: [max_num_reqs, 3] int64, contiguous, changed in place. Column 1 counts drafts of the
+              reference, column 2 those of them that were accepted. Column 0 is that of `count_steps`.
+            - num_sampled: [num_reqs] int32, tokens that each request got. A request with 0 is in its prefill and counts
+              nothing.
+            - cu_num_rows: [num_reqs + 1] int32, where each request's rows begin; all but the first have a slot.
+            - num_drafts, num_model: [max_num_reqs] int32, drafts of each request, and how many of them are the model's.
+            - fill_source: [max_num_reqs] int32, the source of the others.
+            - invalid: [num_rows] bool, the rows whose draft does not count; None: all count.
+        idx_mapping: [num_reqs] int32 or int64, the row of each request in `request_counts` and in the last three.
     """
-    num_reqs, width = idx_mapping.shape[0], counts.shape[2]
+    num_reqs, width = idx_mapping.shape[0], counted.counts.shape[2]
     if num_reqs:
-        _count_kernel[(num_reqs,)](
-            counts,
-            request_counts,
-            _Step(num_sampled, cu_num_rows, idx_mapping, invalid),
-            _Drafts(num_drafts, num_model, fill_source),
-            WIDTH=width,
-            NUM_SOURCES=len(SOURCES),
-            MODEL=MODEL,
-            REFERENCE=REFERENCE,
-            UNFILLED=UNFILLED,
-            BLOCK_WIDTH=next_power_of_2(width),
-            num_warps=1,
-        )
+        _count_kernel[(num_reqs,)](counted, idx_mapping, WIDTH=width, BLOCK_WIDTH=next_power_of_2(width), num_warps=1)
 
 
 @triton.jit
 def _count_kernel(
-    counts_ptr,
-    request_counts_ptr,
-    step,  # _Step
-    drafts,  # _Drafts
+    counted,  # Counted, changed in place
+    idx_mapping_ptr,
     WIDTH: tl.constexpr,
-    NUM_SOURCES: tl.constexpr,
-    MODEL: tl.constexpr,
-    REFERENCE: tl.constexpr,
-    UNFILLED: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
     """Grid (num_reqs,)."""
     i_req = tl.program_id(0)
-    row = tl.load(step.idx_mapping_ptr + i_req).to(tl.int64)
-    num_sampled = tl.load(step.num_sampled_ptr + i_req)
-    first = tl.load(step.cu_num_rows_ptr + i_req) + 1
-    num_slots = tl.load(step.cu_num_rows_ptr + i_req + 1) - first
+    row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
+    count_request(counted, i_req, row, WIDTH, BLOCK_WIDTH)
+
+
+@triton.jit
+def count_request(counted, i_req, row, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Add the drafts of a request to the counts.
+
+    counted: Counted. i_req, row: its place in the batch, and its row.
+    """
+    num_sampled = tl.load(counted.num_sampled + i_req)
+    first = tl.load(counted.cu_num_rows + i_req) + 1
+    num_slots = tl.load(counted.cu_num_rows + i_req + 1) - first
     num_slots = tl.where(num_sampled > 0, tl.minimum(num_slots, WIDTH), 0)
 
     slots = tl.arange(0, BLOCK_WIDTH)
     counts = slots < num_slots
-    if step.invalid_ptr is not None:
-        counts = counts & (tl.load(step.invalid_ptr + first + slots, mask=counts, other=1) == 0)
+    if counted.invalid is not None:
+        counts = counts & (tl.load(counted.invalid + first + slots, mask=counts, other=1) == 0)
     accepted = counts & (slots < num_sampled - 1)
-    source = tl.where(slots < tl.load(drafts.num_model_ptr + row), MODEL, tl.load(drafts.fill_source_ptr + row))
-    source = tl.where(slots < tl.load(drafts.num_drafts_ptr + row), source, UNFILLED)
+    source = tl.where(slots < tl.load(counted.num_model + row), _MODEL, tl.load(counted.fill_source + row))
+    source = tl.where(slots < tl.load(counted.num_drafts + row), source, _UNFILLED)
 
     at = source * WIDTH + slots
     ones = tl.full((BLOCK_WIDTH,), 1, tl.int64)
-    tl.atomic_add(counts_ptr + at, ones, mask=counts)
-    tl.atomic_add(counts_ptr + NUM_SOURCES * WIDTH + at, ones, mask=accepted)
-    is_reference = source == REFERENCE
-    p_request = request_counts_ptr + row * 3
+    tl.atomic_add(counted.counts + at, ones, mask=counts)
+    tl.atomic_add(counted.counts + _NUM_SOURCES * WIDTH + at, ones, mask=accepted)
+    is_reference = source == _REFERENCE
+    p_request = counted.request_counts + row * 3
     drafted = tl.sum((counts & is_reference).to(tl.int64), axis=0)
     num_accepted = tl.sum((accepted & is_reference).to(tl.int64), axis=0)
     tl.store(p_request + 1, tl.load(p_request + 1) + drafted)

@@ -96,20 +96,22 @@ def report_tokens(
     limits: Limits,
     model_drafts: torch.Tensor,
     width: int,
-) -> torch.Tensor:
+    report: torch.Tensor,
+) -> int:
     """Gather what the host is to know of a step.
 
     Args:
         token_ids, num_tokens, idx_mapping, limits: as for `continue_forecasts`.
         model_drafts: [num_reqs, num_steps] int64, at most K of them; rows may be strided.
         width: K, the most drafts of a request.
+        report: [>= num_reqs * (3 + K + num_steps)] int32, takes a row for each request: known tokens, most drafts, the
+            K + 1 latest tokens (newest first), the model's drafts. Before a text's beginning stands its first token. It
+            may be memory of the host.
 
     Returns:
-        [num_reqs, 3 + K + num_steps] int32: known tokens, most drafts, the K + 1 latest tokens (newest first), the
-        model's drafts. Before a text's beginning stands its first token.
+        The columns of a row.
     """
     num_reqs, num_steps = model_drafts.shape
-    report = torch.empty(num_reqs, 3 + width + num_steps, dtype=torch.int32, device=model_drafts.device)
     if num_reqs:
         _report_kernel[(num_reqs,)](
             _Texts(token_ids, token_ids.stride(0), num_tokens, idx_mapping),
@@ -122,7 +124,7 @@ def report_tokens(
             BLOCK_WIDTH=next_power_of_2(width + 1),
             num_warps=1,
         )
-    return report
+    return 3 + width + num_steps
 
 
 @triton.jit(do_not_specialize=["model_stride", "num_steps"])

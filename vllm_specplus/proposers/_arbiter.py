@@ -58,6 +58,7 @@ ALL_CHAINS = -1  # of a start, a bit for each
 NO_OFFERS = -1
 NO_PASS = -1
 ASLEEP = -1  # the credit of a request that has given the draft model up
+MOST_CREDIT = 8 * ONE  # of a request
 # The fate of a step's drafts.
 NO_DRAFTS, VERIFIED, DROPPED = 0, 1, 2
 
@@ -793,7 +794,6 @@ def settle(
     gains: Gains,
     prices: np.ndarray,
     step_price: int,
-    most_credit: int,
     foregone: Foregone,
     slot_price: int,
 ) -> int:
@@ -809,7 +809,6 @@ def settle(
         gains: changed in place.
         prices: [S] int64, of each pass for the whole batch.
         step_price: what a request gets in a step's time.
-        most_credit: the largest credit of a request.
         foregone: of `judge` in this step.
         slot_price: of a draft that was not made, whatever the number of the others.
 
@@ -834,7 +833,7 @@ def settle(
             gains.told_trials[which, k] += 1
         profit = profit * ONE // step_price
         total += profit
-        credit = min(credits[row] + profit, most_credit)
+        credit = min(credits[row] + profit, MOST_CREDIT)
         credits[row] = credit if credit >= 0 else ASLEEP
     for i in range(len(rows)):
         at = foregone.gains[rows[i]]
@@ -1057,7 +1056,6 @@ def choose_and_settle(
     slot_price: int,
     step_price: int,
     least_value: int,
-    most_credit: int,
     table: np.ndarray,
 ) -> tuple[int, int]:
     """Choose the drafts, enter what the passes have earned, and return that; see `choose` and `settle`.
@@ -1085,5 +1083,5 @@ def choose_and_settle(
         return 0, fate
     credits, gains, prices = _per_request(state, _CREDITS), _gains_in(state), _prices_in(state)
     foregone = _foregone_in(state)
-    profit = settle(rows, offers, values, credits, gains, prices, step_price, most_credit, foregone, slot_price)
+    profit = settle(rows, offers, values, credits, gains, prices, step_price, foregone, slot_price)
     return profit, fate

@@ -71,7 +71,6 @@ from vllm_specplus.proposers.history import History, StateRows
 from vllm_specplus.sources import NGRAM, REFERENCE
 
 _ALLOWANCE = 3.0  # steps' time that a request may lose by the model before it gives it up
-_MOST_CREDIT = 8.0
 _COMMON_ALLOWANCE = 4.0
 _NEXT_ALLOWANCE = 1.5  # of a size of batch that has not been seen, where another one has
 _LEAST_ALLOWANCE = 1.0  # with less a request would give a good model up by chance
@@ -144,9 +143,6 @@ class CommonAccount:
     Batches of about the same size have an account: with one request the model may pay, and with sixteen not. The size
     is that of the largest batch of the last steps. So a batch that comes and goes in parts is of one size.
     """
-
-    most_credit = int(_MOST_CREDIT * _ONE)
-    """The largest credit of a single request."""
 
     def __init__(self) -> None:
         self._num_reqs = 1
@@ -439,7 +435,6 @@ class Arbiter:
             self._scaled.slot,
             self._scaled.step,
             self._least_value(num_reqs),
-            self._account.most_credit,
             table,
         )
         self._account.add(profit)

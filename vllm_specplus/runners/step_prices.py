@@ -46,6 +46,7 @@ class StepPrices:
         self._num_scheduled = 0  # tokens of the step that runs; 0: it is not counted
         self._num_emitted = 0
         self._passes_time = 0.0
+        self._usual_passes: dict[tuple[int, int], float] = {}  # by passes and requests, since the last prices
         self._num_reqs = 0  # of the step that runs
         self._prompts_time = 0.0  # of passes over prompts, for each request that waited; since the last prices
         self._num_steps = 0
@@ -94,10 +95,11 @@ class StepPrices:
 
     def expect_passes(self, num_passes: int) -> None:
         """Count the usual time of some passes as that of this step's, which is not known yet."""
-        usual = self._meter.passes_time(num_passes, self._num_reqs)
+        usual = self._usual_passes.get((num_passes, self._num_reqs), 0.0)
         if not usual:
             self._catch_up()
             usual = self._meter.passes_time(num_passes, self._num_reqs)
+            self._usual_passes[num_passes, self._num_reqs] = usual
         self._passes_time += usual
 
     def add_past_passes(self, num_passes: int, seconds: float, num_reqs: int, *, is_counted: bool) -> None:
@@ -132,6 +134,7 @@ class StepPrices:
     def _own_prices(self, num_reqs: int) -> Prices:
         """The prices by this worker's clock."""
         self._catch_up()
+        self._usual_passes.clear()
         costs = self._meter.costs(num_reqs)
         prices = self._pace.prices(costs, num_reqs)
         if self._meter.has_steps:

@@ -26,7 +26,6 @@ from vllm_specplus.proposers.suffix import SuffixMatcher
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.runners.v2 import adaptive
-from vllm_specplus.runners.v2 import requests as v2_requests
 from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
 from vllm_specplus.runners.v2.fillers import ReferencesFirst
 from vllm_specplus.runners.v2.host_tokens import TokenCopier
@@ -104,12 +103,12 @@ def test_any_other_fault_costs_the_batch_its_drafts_or_its_counts(
 ) -> None:
     places: dict[str, list[tuple[Any, str]]] = {
         "drafting": [(RequestTracker, "limits_of"), (TokenCopier, "advance")],
-        "counting": [(RequestTracker, "count_steps"), (v2_requests, "count_drafts")],
+        "counting": [(RequestTracker, "count_steps"), (RequestTracker, "_counted")],
         "requests": [(LiveRequest, "__init__"), (LiveRequests, "accept_all_mask")],
     }
     if is_adaptive:
         places["drafting"] += [
-            (AdaptiveFiller, name) for name in ("_plan_passes", "_judge", "_choose", "_settle", "_read", "begin")
+            (AdaptiveFiller, name) for name in ("_plan_passes", "_judge", "_choose", "_read", "begin")
         ]
         places["drafting"] += [(adaptive.kernels.NgramChains, "search")]
         places["counting"] += [(StepPrices, name) for name in ("add_tokens", "expect_passes", "add_past_passes")]

@@ -227,7 +227,7 @@ def test_faults_of_all_workers_cost_no_text(start: Any, trained: Path, draft: Pa
         *(("drafting", f"{runner}.adaptive.AdaptiveFiller.{name}") for name in ("_plan_passes", "_judge", "_choose")),
         ("drafting", f"{runner}.host_tokens.TokenCopier.advance"),
         *(("counting", f"{prices}.{name}") for name in ("expect_passes", "add_past_passes")),
-        ("counting", f"{runner}.requests.count_drafts"),
+        ("counting", f"{runner}.requests.RequestTracker._counted"),
     ]
     with engine(trained) as e:
         texts = tokens(e, PROMPTS_OF_FAULTS)

@@ -123,19 +123,19 @@ _SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
     [
         ("mtp_ngram", False, False, {}, 4),
         ("mtp_ngram", True, False, {}, 4),
-        ("mtp_suffix", False, False, {}, 6),
-        ("mtp_suffix", True, False, {}, 6),
-        ("suffix", True, False, {}, 6),
-        ("mtp_ngram", True, True, {}, 9),
+        ("mtp_suffix", False, False, {}, 5),
+        ("mtp_suffix", True, False, {}, 5),
+        ("suffix", True, False, {}, 5),
+        ("mtp_ngram", True, True, {}, 8),
         # Four kernels that verify, and one that makes their arguments.
         ("mtp_ngram", False, False, {"verify_strategy": "topp"}, 9),
         ("mtp_ngram", False, False, {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"}, 9),
-        ("adaptive", False, False, {}, 7),
-        ("adaptive", False, False, {"mtp_strategy": "with_suffix"}, 11),
+        ("adaptive", False, False, {}, 4),
+        ("adaptive", False, False, {"mtp_strategy": "with_suffix"}, 7),
         # What the trees forecast goes on behind the tokens that have come.
-        ("adaptive", True, False, {"mtp_strategy": "with_suffix"}, 12),
-        ("adaptive", False, True, {}, 12),
-        ("adaptive", True, True, {}, 12),
+        ("adaptive", True, False, {"mtp_strategy": "with_suffix"}, 8),
+        ("adaptive", False, True, {}, 8),
+        ("adaptive", True, True, {}, 8),
     ],
 )
 def test_launches_of_a_step(

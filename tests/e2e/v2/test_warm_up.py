@@ -16,7 +16,7 @@ from tests.e2e.v1.test_sampling import STRUCTURED
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from tests.e2e.v2.warm_up import warmed_up
 from vllm_specplus.kernels import counts, drafts, inputs, ngram
-from vllm_specplus.kernels.arbiter import accounts, choice, judgement, offers
+from vllm_specplus.kernels.arbiter import choice, judgement, offers
 from vllm_specplus.kernels.verify import launch as verify
 from vllm_specplus.runners.v2 import install
 
@@ -31,7 +31,6 @@ KERNELS = {
     judgement: ["_judge_kernel"],
     offers: ["_search_kernel", "_offer_kernel"],
     choice: ["_choose_kernel"],
-    accounts: ["_settle_kernel"],
 }
 SAMPLED = {"temperature": 0.9, "seed": 3}
 

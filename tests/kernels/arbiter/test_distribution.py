@@ -5,7 +5,7 @@ import torch
 from scipy.stats import chisquare
 
 from tests.kernels.limits import limits_of
-from vllm_specplus.kernels.arbiter import choose, judge_and_offer, make_state, offer_chains
+from vllm_specplus.kernels.arbiter import NUM_TOTALS, choose_and_settle, judge_and_offer, make_state, offer_chains
 from vllm_specplus.kernels.arbiter.state import ALONE, CONTRARY, DIFFERED, NUM_KEYS, ONE
 from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.sources import NGRAM
@@ -44,8 +44,9 @@ def p_value(*, is_blind: bool) -> float:
     offer_chains(state, rows, torch.zeros(2, VOCAB, 1, dtype=torch.int64), both, 4 * both)
     drafts = torch.empty(VOCAB, WIDTH, dtype=torch.int64)
     by_state = torch.empty(3, VOCAB, dtype=torch.int32)
-    price = torch.tensor([ONE.value // 50])
-    choose(state, one, rows, limits, price, drafts, DraftCounts(*by_state[:2]), by_state[2])
+    prices, totals = torch.tensor([ONE.value // 50, ONE.value, 0]), torch.zeros(NUM_TOTALS, dtype=torch.int64)
+    outputs = drafts, DraftCounts(*by_state[:2]), by_state[2], totals, totals.new_empty(NUM_TOTALS + 1 + VOCAB)
+    choose_and_settle(state, one, rows, limits, prices, *outputs)
 
     sampled = torch.multinomial(Q, NUM_REQS, replacement=True, generator=torch.Generator().manual_seed(0))
     is_model = torch.arange(WIDTH + 1) < by_state[1, sampled][:, None]

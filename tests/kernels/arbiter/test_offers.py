@@ -11,20 +11,20 @@ from tests.kernels.limits import limits_of
 from tests.proposers.reference import make_history
 from vllm_specplus.kernels import ngram
 from vllm_specplus.kernels.arbiter import (
+    NUM_TOTALS,
     NgramChains,
     choice,
-    choose,
+    choose_and_settle,
     judge_and_offer,
     make_state,
     offer_chains,
     offers,
-    settle_and_plan,
 )
 from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.proposers import NgramMatcher
 from vllm_specplus.proposers import _arbiter as spec
 from vllm_specplus.proposers.adaptive import AdaptiveDrafter
-from vllm_specplus.proposers.arbiter import CommonAccount, Prices, prior_chances
+from vllm_specplus.proposers.arbiter import Prices, prior_chances
 from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
 
@@ -60,11 +60,18 @@ def search_after_another(*args, longest=None, **sizes):
 
 
 def choose_of(state, num_tokens, idx_mapping, limits, matches):
-    """`choose` with matches, whose drafts nobody reads."""
+    """`choose_and_settle` with matches, whose drafts nobody reads."""
     drafts = torch.zeros(len(idx_mapping), state.offers.chains.shape[2], dtype=torch.int64)
     by_state = torch.zeros(3, len(num_tokens), dtype=torch.int32)
-    price = torch.zeros(1, dtype=torch.int64)
-    choose(state, num_tokens, idx_mapping, limits, price, drafts, DraftCounts(*by_state[:2]), by_state[2], matches)
+    prices = torch.ones(2 + state.offers.model.shape[1], dtype=torch.int64)
+    outputs = drafts, DraftCounts(*by_state[:2]), by_state[2], *totals_and_report(len(idx_mapping))
+    choose_and_settle(state, num_tokens, idx_mapping, limits, prices, *outputs, matches=matches)
+
+
+def totals_and_report(num_reqs):
+    """Where `choose_and_settle` writes what the host has to know."""
+    totals = torch.zeros(NUM_TOTALS, dtype=torch.int64)
+    return totals, totals.new_zeros(NUM_TOTALS + 1 + num_reqs)
 
 
 class Pair:
@@ -123,6 +130,8 @@ class Pair:
         judge_and_offer(self.kernels, self.token_ids, self.num_tokens, self.idx_mapping, num_new, limits, strided)
         self.offers.lengths[rows] = 0
         self.assert_same()
+        num_offered = np.count_nonzero(self.credits[rows] != spec.ASLEEP) if strided.shape[1] else 0
+        assert self.kernels.tallies.num_offered == num_offered
 
     def offer_ngrams(self, limits, sizes, cap, *, takes_first=False, max_len=MAX_LEN, pad=0, longest=None):
         """Rows are strided, and all tokens behind a text and of other rows are `pad`."""
@@ -394,13 +403,11 @@ class Steps:
         judge_and_offer(self.state, token_ids, num_tokens, idx_mapping, num_new, given, drafted)
         matches = search_after_another(self.state, token_ids, num_tokens, idx_mapping, given, **self.sizes)
         drafts = torch.zeros(len(idx_mapping), self.width, dtype=torch.int64)
-        slot_price = torch.tensor([self.arbiter._scaled.slot])
         noted = torch.zeros(3, self.NUM_ROWS + 1, dtype=torch.int32)
-        by_state = DraftCounts(*noted[:2]), noted[2]
-        chosen = choose(self.state, num_tokens, idx_mapping, given, slot_price, drafts, *by_state, matches)
-        prices = slot_price, torch.from_numpy(self.arbiter._scaled.passes), torch.tensor([self.arbiter._scaled.step])
-        totals, most_credit = torch.zeros(2, dtype=torch.int64), CommonAccount.most_credit
-        settle_and_plan(self.state, idx_mapping, chosen.values, given, *prices, totals, most_credit=most_credit)
+        scaled = self.arbiter._scaled
+        prices = torch.tensor([scaled.slot, scaled.step, *scaled.passes])
+        outputs = drafts, DraftCounts(*noted[:2]), noted[2], *totals_and_report(len(idx_mapping))
+        chosen = choose_and_settle(self.state, num_tokens, idx_mapping, given, prices, *outputs, matches=matches)
         return drafts, chosen, noted[2]
 
     def assert_same(self, order, expected, found):

@@ -20,32 +20,30 @@ SENTINEL = -99
 
 
 class Event:
-    """Stands in for `torch.cuda.Event`; lists in `waited` the numbers, by creation, of the events waited for.
+    """Stands in for `torch.cuda.Event`; lists in `waited` when, as a number, the events waited for were recorded.
 
-    One that nothing has recorded must not be waited for: that would end at once.
+    `blocking` says of each of these numbers whether the event sleeps. One that nothing has recorded must not be waited
+    for: that would end at once.
     """
 
-    count = 0
     waited: ClassVar[list[int]] = []
     blocking: ClassVar[list[bool]] = []
 
     def __init__(self, blocking: bool) -> None:
-        Event.blocking.append(blocking)
-        self._is_recorded = False
-        self.number = Event.count
-        Event.count += 1
+        self._blocking = blocking
+        self.number: int | None = None
 
     def record(self) -> None:
-        self._is_recorded = True
+        self.number = len(Event.blocking)
+        Event.blocking.append(self._blocking)
 
     def synchronize(self) -> None:
-        assert self._is_recorded
+        assert self.number is not None
         Event.waited.append(self.number)
 
     @classmethod
     def install(cls, monkeypatch) -> None:
         monkeypatch.setattr(torch.cuda, "Event", cls)
-        monkeypatch.setattr(cls, "count", 0)
         monkeypatch.setattr(cls, "waited", [])
         monkeypatch.setattr(cls, "blocking", [])
 

@@ -1,4 +1,4 @@
-"""Chooses the drafts of each request by their values."""
+"""Chooses the drafts of each request by their values, and settles what the draft model's passes have earned."""
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.
 
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplus import sources
+from vllm_specplus.kernels.arbiter.accounts import Accounts, plan_and_report, settle
 from vllm_specplus.kernels.arbiter.keys import (
     against,
     beside,
@@ -30,49 +31,59 @@ _UNFILLED = tl.constexpr(sources.UNFILLED)
 
 
 class Chosen(NamedTuple):
-    """What `choose` has chosen, beside the drafts. A place without a request has no drafts, values or chances.
+    """What `choose_and_settle` has chosen, beside the drafts. A place without a request has no drafts or chances.
 
     All but `num_drafts_ptr` are of the state's `scratch`, with the requests of the batch first.
 
     counts: [B], and [R] of the model's.
-    values: [R, S + 1] int64, the value of the best drafts with each number of passes; past those made the last repeats.
     chances: [R, K] int64, of each draft if those before it are right, in units of 1 / ONE; 0 after the last draft.
     """
 
     counts: DraftCounts
-    values: torch.Tensor
     chances: torch.Tensor
 
 
-def choose(
+def choose_and_settle(
     state: State,
     num_tokens: torch.Tensor,
     idx_mapping: torch.Tensor,
     limits: Limits,
-    slot_price: torch.Tensor,
+    prices: torch.Tensor,
     drafts: torch.Tensor,
     by_state: DraftCounts,
     sources: torch.Tensor,
+    totals: torch.Tensor,
+    report: torch.Tensor,
+    *,
+    planning: Limits | None = None,
     matches: NgramMatches | None = None,
 ) -> Chosen:
-    """Choose the drafts of each request among what was offered.
+    """Choose the drafts of each request, enter what the model's passes have earned, plan those of a later step.
 
     Args:
-        state: its `offer_positions` are changed in place, and its `offers` where there are `matches`.
+        state: its `offer_positions`, `credits` and `gains` are changed in place, and its `offers` where there are
+            `matches`.
         num_tokens: [R] int32, known tokens of each request.
         idx_mapping: [B <= R] int32 or int64, the row of each request; negative: no request, and no drafts.
         limits: of each request's drafts; counts as K if more.
-        slot_price: [1] int64, >= 0, in units of 1 / ONE tokens.
+        prices: [2 + S] int64 in units of 1 / ONE tokens: of a draft, >= 0; what a request gets in a step's time, > 0;
+            of each pass for the whole batch, >= 0.
         drafts: [B, K] int64, takes the drafts, padded with token 0; rows may be strided.
         by_state: [R], takes the counts.
         sources: [R] int32, takes the source of the drafts that are not the model's; UNFILLED where there are none.
+        totals: [2] int64, what the host has to know: the tokens that have come, and the profit of all passes in the
+            time of a step. The second gets this step's profit added to it.
+        report: [>= 3 + B] int64, takes the totals, the number of passes, and the credit of each request; ASLEEP without
+            one. It may be memory of the host.
+        planning: `limits` of the step that is planned: a request that may not draft needs the first pass, and no other.
+            None: the same.
         matches: are offered first, as the chains that `NgramChains` was made for.
     """
     num_reqs = drafts.shape[0]
-    num_model, values, chances = state.scratch
+    num_model, chances = state.scratch
     # Not from step to step the same: vLLM may copy it to the host while the next step runs.
     num_drafts = torch.empty(num_reqs, dtype=torch.int32, device=drafts.device)
-    chosen = Chosen(DraftCounts(num_drafts, num_model), values, chances)
+    chosen = Chosen(DraftCounts(num_drafts, num_model), chances)
     if num_reqs:
         texts, keys, num_splits, match_sizes = matches or (None, None, 0, None)
         _choose_kernel[(num_reqs,)](
@@ -82,17 +93,17 @@ def choose(
             num_tokens,
             idx_mapping,
             limits,
-            slot_price,
+            prices,
             Drafts(drafts, drafts.stride(0)),
             chosen.counts,
             by_state,
             sources,
-            values,
             chances,
             texts,
             keys,
             num_splits,
             match_sizes,
+            Accounts(state.credits, state.gains, *state.foregone, state.tallies, planning or limits, totals, report),
             state.sizes,
             num_warps=1,
         )
@@ -107,20 +118,20 @@ def _choose_kernel(
     num_tokens_ptr,
     idx_mapping_ptr,
     limits,  # Limits
-    price_ptr,
+    prices_ptr,
     drafts,  # out: Drafts
     counts,  # out: DraftCounts
     by_state,  # out: DraftCounts
     sources_ptr,  # out, by request state
-    values_ptr,  # out
     chances_ptr,  # out
     texts,  # Texts; None without keys
     keys_ptr,
     num_splits,
     match_sizes,  # MatchSizes; None without keys
+    accounts,  # Accounts, changed in place
     sizes,  # Sizes
 ):
-    """Grid (num_reqs,)."""
+    """Grid (num_reqs,). The last program to end plans and reports, by what all of them have entered."""
     i_req = tl.program_id(0).to(tl.int64)
     if keys_ptr is not None:
         write_matches(texts, limits, offers, keys_ptr, num_splits, i_req, match_sizes, sizes)
@@ -130,7 +141,7 @@ def _choose_kernel(
     num_tokens = tl.load(num_tokens_ptr + row, mask=is_request, other=0)
     tl.store(positions_ptr + row, num_tokens.to(tl.int64), mask=is_request)
     limit = tl.minimum(load_limit(limits, i_req), sizes.WIDTH)
-    price = tl.load(price_ptr)
+    price = tl.load(prices_ptr)
     passes = tl.load(offers.passes + row, mask=is_request, other=0).to(tl.int32)
     chains = load_chains(offers, row, passes, sizes)
 
@@ -170,8 +181,6 @@ def _choose_kernel(
     expected = values[None, :] + tl.where(is_known, more[None, :], alone[None, :])
     _, num_best = _best_of_each(tl.where(numbers[None, :] <= numbers[:, None], expected, 0))
     values = _take_each(values[None, :] + tl.where(is_known, more[None, :], with_model[None, :]), num_best)
-    p_values = values_ptr + i_req * (sizes.NUM_STEPS + 1)
-    tl.store(p_values + numbers, values, mask=numbers <= sizes.NUM_STEPS)
 
     num_model = tl.maximum(_take(num_best, sizes.NUM_STEPS), 0)
     chain = _take(behind, num_model)
@@ -193,6 +202,13 @@ def _choose_kernel(
         of_chain = tl.where(slots == num_model + n, _take(_nth(known, n), chain), of_chain)
     of_model = _take_each(chances[None, :], tl.where(is_model, slots, -1))
     tl.store(chances_ptr + i_req * sizes.WIDTH + slots, of_model + of_chain, mask=slots < sizes.WIDTH)
+
+    settle(accounts, prices_ptr, chains, values, passes, i_req, row, sizes)
+    tl.debug_barrier()  # all that this program has entered comes before its place among those that have ended
+    if tl.atomic_add(accounts.tallies.num_ended, 1) == tl.num_programs(0) - 1:
+        tl.debug_barrier()  # and what the others have entered is read after it
+        plan_and_report(accounts, prices_ptr, sizes)
+        tl.store(accounts.tallies.num_ended, 0)
 
 
 class _ChainChances(NamedTuple):

@@ -41,6 +41,7 @@ from vllm_specplus.kernels.arbiter.state import (
     TRIAL,
     State,
 )
+from vllm_specplus.kernels.counts import Counted, count_request
 from vllm_specplus.kernels.drafts import Limits, load_limit
 from vllm_specplus.kernels.ngram import Texts
 from vllm_specplus.kernels.sizes import next_power_of_2
@@ -59,6 +60,7 @@ def judge_and_offer(
     num_new: torch.Tensor,
     limits: Limits,
     model_drafts: torch.Tensor,
+    counted: Counted | None = None,
 ) -> None:
     """Judge the last step's offers by the tokens that have come since, set the chances, and offer the model's drafts.
 
@@ -73,6 +75,7 @@ def judge_and_offer(
         num_new: [1] int64, gets the number of tokens that have come added to it.
         limits: of each request's drafts.
         model_drafts: [B, passes] int64, at most S passes, perhaps none; rows may be strided.
+        counted: what became of the last step's drafts, which is counted as `count_drafts` does; None: nothing.
     """
     num_reqs, num_passes = model_drafts.shape
     if num_reqs:
@@ -90,7 +93,8 @@ def judge_and_offer(
             model_drafts,
             model_drafts.stride(0),
             num_passes,
-            state.num_judged,
+            state.tallies,
+            counted,
             state.sizes,
             BLOCK_KEYS=_BLOCK_KEYS,
             num_warps=1,
@@ -112,7 +116,8 @@ def _judge_kernel(
     drafts_ptr,
     drafts_stride,
     num_passes,
-    num_judged_ptr,  # 0 before and after
+    tallies,  # Tallies, changed in place
+    counted,  # Counted, changed in place; or None
     sizes,  # Sizes
     BLOCK_KEYS: tl.constexpr,
 ):
@@ -120,16 +125,22 @@ def _judge_kernel(
     i_req = tl.program_id(0).to(tl.int64)
     row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
     if row >= 0:
+        if counted is not None:
+            count_request(counted, i_req, row, sizes.WIDTH, sizes.BLOCK_WIDTH)
         _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_new_ptr, row, sizes)
-        _offer_model(offers, credits_ptr, limits, drafts_ptr + i_req * drafts_stride, num_passes, i_req, row, sizes)
+        p_drafts = drafts_ptr + i_req * drafts_stride
+        _offer_model(offers, credits_ptr, limits, p_drafts, num_passes, tallies, i_req, row, sizes)
     tl.debug_barrier()  # all that this program has counted comes before its place among those that have ended
-    if tl.atomic_add(num_judged_ptr, 1) == tl.num_programs(0) - 1:
+    if tl.atomic_add(tallies.num_ended, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()  # and what the others have counted is read after it
         _update(table, BLOCK_KEYS)
         # What all programs have added is halved where it has grown too large.
         nothing = tl.zeros([_BLOCK_RECORDS], tl.int64)
         _add_to_record(opposed, tl.full((), 0, tl.int64), nothing, nothing, nothing, True)
-        tl.store(num_judged_ptr, 0)
+        tl.store(tallies.num_offered, tl.load(tallies.new_offered))
+        tl.debug_barrier()  # other threads of this program may still read what now begins anew
+        tl.store(tallies.new_offered, 0)
+        tl.store(tallies.num_ended, 0)
 
 
 @triton.jit
@@ -198,8 +209,8 @@ def _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_n
 
 
 @triton.jit
-def _offer_model(offers, credits_ptr, limits, p_drafts, num_passes, i_req, row, sizes):
-    """Offer the model's drafts to a request; those of the last step have been judged."""
+def _offer_model(offers, credits_ptr, limits, p_drafts, num_passes, tallies, i_req, row, sizes):
+    """Offer the model's drafts to a request, and count it; those of the last step have been judged."""
     # In its prompt, which has a limit of 0, the model has drafted tokens that are known.
     is_offered = (load_limit(limits, i_req) > 0) & (tl.load(credits_ptr + row) != ASLEEP)
     passes = tl.where(is_offered, num_passes, 0)
@@ -207,6 +218,7 @@ def _offer_model(offers, credits_ptr, limits, p_drafts, num_passes, i_req, row, 
     drafted = tl.load(p_drafts + places, mask=places < passes, other=0)
     tl.store(offers.model + row * sizes.NUM_STEPS + places, drafted.to(tl.int32), mask=places < passes)
     tl.store(offers.passes + row, passes.to(tl.int64))
+    tl.atomic_add(tallies.new_offered, tl.full((), 1, tl.int64), mask=passes > 0)
 
 
 @triton.jit

@@ -47,6 +47,7 @@ PASS_PERIOD = tl.constexpr(32)
 NO_OFFERS = tl.constexpr(-1)
 NO_PASS = tl.constexpr(-1)
 ASLEEP = tl.constexpr(-1)
+MOST_CREDIT = tl.constexpr(8 * ONE.value)
 NUM_TOTALS = 2
 
 
@@ -106,11 +107,25 @@ class Foregone(NamedTuple):
     chances: torch.Tensor
 
 
+class Tallies(NamedTuple):
+    """What the programs of a kernel count together. All but `num_offered` are 0 between the calls.
+
+    num_ended: [1] int32, programs that have ended. num_offered: [1] int64, requests that the model has drafted for in
+    this step. new_offered: [1] int64, the same while they are counted. num_awake: [1] int64, requests that have not
+    given the model up. num_drafting: [NUM_LENGTHS] int64, those of them that may draft, by the class of `Gains`.
+    """
+
+    num_ended: torch.Tensor
+    num_offered: torch.Tensor
+    new_offered: torch.Tensor
+    num_awake: torch.Tensor
+    num_drafting: torch.Tensor
+
+
 class Scratch(NamedTuple):
-    """What `choose` writes for `settle_and_plan` and others in the same step."""
+    """What `choose_and_settle` writes for others in the same step."""
 
     num_model: torch.Tensor  # [R] int32
-    values: torch.Tensor  # [R, S + 1] int64
     chances: torch.Tensor  # [R, K] int64
 
 
@@ -132,11 +147,11 @@ class Sizes(NamedTuple):
 class State(NamedTuple):
     """All that lasts from step to step. Tensors are contiguous; see `make_state`.
 
-    offers: written by the sources between `judge_and_offer` and `choose`.
+    offers: written by the sources between `judge_and_offer` and `choose_and_settle`.
     record: of each request. opposed: of all together, where chains differ.
     offer_positions: [R] int64, where in its text each request's offers begin; NO_OFFERS: there are none.
     credits: [R] int64 in the time of a step; ASLEEP for a request that has given the draft model up.
-    num_judged: [1] int32, programs of a running `judge_and_offer` that have counted; 0 between the calls.
+    tallies: of a step.
     scratch: holds nothing from one step to the next.
     sizes: as the kernels are compiled for them.
     """
@@ -149,7 +164,7 @@ class State(NamedTuple):
     foregone: Foregone
     offer_positions: torch.Tensor
     credits: torch.Tensor
-    num_judged: torch.Tensor
+    tallies: Tallies
     scratch: Scratch
     sizes: Sizes
 
@@ -202,14 +217,10 @@ def make_state(
     numbers = num_chains, num_model_steps, num_speculative_tokens
     blocks = [next_power_of_2(size) for size in (max(num_chains, 1), num_model_steps + 1, num_speculative_tokens)]
     sizes = Sizes(*map(tl.constexpr, (*numbers, *blocks, is_blind)))
-    num_judged = zeros(1, dtype=torch.int32)
-    scratch = Scratch(
-        zeros(max_num_reqs, dtype=torch.int32),
-        zeros(max_num_reqs, num_model_steps + 1),
-        zeros(max_num_reqs, num_speculative_tokens),
-    )
+    tallies = Tallies(zeros(1, dtype=torch.int32), zeros(1), zeros(1), zeros(1), zeros(NUM_LENGTHS.value))
+    scratch = Scratch(zeros(max_num_reqs, dtype=torch.int32), zeros(max_num_reqs, num_speculative_tokens))
     credits = zeros(max_num_reqs)
-    return State(offers, table, record, opposed, gains, foregone, offer_positions, credits, num_judged, scratch, sizes)
+    return State(offers, table, record, opposed, gains, foregone, offer_positions, credits, tallies, scratch, sizes)
 
 
 def check_texts(token_ids: torch.Tensor, num_tokens: torch.Tensor, max_num_reqs: int) -> None:
@@ -228,7 +239,7 @@ def check_lasting(
 ) -> None:
     """Check once what is given to the functions of this package in each step. They check nothing themselves.
 
-    The arguments are those of `judge_and_offer`, `choose` and `settle_and_plan`.
+    The arguments are those of `judge_and_offer` and `choose_and_settle`.
 
     Raises:
         ValueError: a tensor of another shape, dtype or layout.

@@ -151,7 +151,8 @@ class Sizes(NamedTuple):
     BLOCK_GROUPS: tl.constexpr  # groups of a block
     TILE_GROUPS: tl.constexpr  # groups that a step takes, in the search for a cut and in filling a head,
     SCAN_GROUPS: tl.constexpr  # in summing what lies before a token,
-    LIST_GROUPS: tl.constexpr  # and in sampling from a list of groups
+    LIST_GROUPS: tl.constexpr  # in sampling from a list of groups,
+    LISTED_GROUPS: tl.constexpr  # and in making such a list
     ALL_SLOTS: tl.constexpr  # at least the rows of a request
     JUDGED_ROWS: tl.constexpr  # rows of a request whose statistics are looked at together
     HEAD_GROUPS: tl.constexpr  # the most groups that a head is read from

@@ -155,9 +155,12 @@ def emit_kernel(
         if i_program < num_reqs:
             start, num_own = rows_of(rows, i_req, max_rows)
             if num_own == 0:
-                write_tokens(rows, output, i_req, start, num_own, num_own, num_own, max_rows, sizes)
-        p_request = plans.ints_ptr + i_program * NUM_PLAN_INTS + PLAN_REQUEST
-        i_req = tl.load(p_request, mask=i_program < num_rows, other=-1).to(tl.int64)
+                drafts = load_drafts(rows, start, num_own, sizes)
+                write_tokens(drafts, output, i_req, num_own, num_own, num_own, max_rows, sizes)
+        # Both are on their way together.
+        p_plan = plans.ints_ptr + i_program * NUM_PLAN_INTS
+        settled = tl.load(p_plan + PLAN_TOKEN, mask=i_program < num_rows, other=0)
+        i_req = tl.load(p_plan + PLAN_REQUEST, mask=i_program < num_rows, other=-1).to(tl.int64)
         if i_req < 0:
             return
     start, num_own = rows_of(rows, i_req, max_rows)
@@ -166,53 +169,65 @@ def emit_kernel(
     batch = Batch(logits, draft_logits, rows, keys, stats, groups)
     p_plans = plans.ints_ptr + start * NUM_PLAN_INTS
     if by_row:
-        p_token = plans.ints_ptr + i_program * NUM_PLAN_INTS + PLAN_TOKEN
-        if tl.load(p_token) < 0:
+        if settled < 0:
             token = _sample_row(batch, request, i_program, plans, visited_ptr, max_candidates, sizes, FILTERED)
-            tl.store(p_token, token)
+            tl.store(p_plan + PLAN_TOKEN, token)
         tl.debug_barrier()  # the token comes before this program's place among those that have ended
         if tl.atomic_add(p_plans + PLAN_NUM_LEFT, -1) == 1:
             tl.debug_barrier()  # and the tokens of the others are read after it
-            run, token = _first_missed(p_plans, rows, start, num_own, sizes)
-            write_tokens(rows, output, i_req, start, num_own, run, token, max_rows, sizes)
+            drafts = load_drafts(rows, start, num_own, sizes)
+            run, token = _first_missed(p_plans, drafts, num_own, sizes)
+            write_tokens(drafts, output, i_req, num_own, run, token, max_rows, sizes)
     elif EACH_ROW:
-        run, token = _first_missed(p_plans, rows, start, num_own, sizes)
+        drafts = load_drafts(rows, start, num_own, sizes)
+        run, token = _first_missed(p_plans, drafts, num_own, sizes)
         while (token < 0) & (num_own > 0):
             token = _sample_row(batch, request, start + run, plans, visited_ptr, max_candidates, sizes, FILTERED)
             tl.store(p_plans + run * NUM_PLAN_INTS + PLAN_TOKEN, token)
             tl.debug_barrier()  # other threads of this program read it with the other tokens
-            run, token = _first_missed(p_plans, rows, start, num_own, sizes)
-        write_tokens(rows, output, i_req, start, num_own, run, token, max_rows, sizes)
+            run, token = _first_missed(p_plans, drafts, num_own, sizes)
+        write_tokens(drafts, output, i_req, num_own, run, token, max_rows, sizes)
     else:
         run = run_of(plans, start, num_own, sizes.ALL_SLOTS)
         token = tl.load(p_plans + run * NUM_PLAN_INTS + PLAN_TOKEN, mask=num_own > 0, other=0)
         if token < 0:
             token = _sample_row(batch, request, start + run, plans, visited_ptr, max_candidates, sizes, FILTERED)
-        write_tokens(rows, output, i_req, start, num_own, run, token, max_rows, sizes)
+        drafts = load_drafts(rows, start, num_own, sizes)
+        write_tokens(drafts, output, i_req, num_own, run, token, max_rows, sizes)
 
 
 @triton.jit
-def _first_missed(p_first, rows, start, num_rows, sizes):
+def _first_missed(p_first, drafts, num_rows, sizes):
     """How many drafts of a request are what their rows sample, up to the first that is not, and what its row samples.
 
     The latter is -1 where it has still to be sampled.
 
-    p_first: the plan of the request's first row.
+    p_first: the plan of the request's first row. drafts: see `load_drafts`.
     """
     slots = tl.arange(0, sizes.ALL_SLOTS)
     is_own, at = slots < num_rows, slots * NUM_PLAN_INTS
     tokens = tl.load(p_first + at + PLAN_TOKEN, mask=is_own, other=-1)
     accepts = tl.load(p_first + at + PLAN_ACCEPTS, mask=is_own, other=0) > 0
-    accepts = accepts & (tl.load(rows.drafts_ptr + start + slots, mask=is_own, other=-1) == tokens)
+    accepts = accepts & (drafts == tokens)
     run = tl.min(tl.where(accepts, sizes.ALL_SLOTS, slots), axis=0)
     return run, tl.sum(tl.where(slots == run, tokens, 0), axis=0)
 
 
 @triton.jit
-def write_tokens(rows, output, i_req, start, num_rows, run, token, max_rows, sizes):
-    """Write the accepted drafts of a request, the token after them, and their number."""
+def load_drafts(rows, start, num_rows, sizes):
+    """The drafts of a request, [ALL_SLOTS]; -1 past its rows."""
     slots = tl.arange(0, sizes.ALL_SLOTS)
-    drafts = tl.load(rows.drafts_ptr + start + slots, mask=slots < run, other=-1).to(tl.int64)
-    tokens = tl.where((slots == run) & (num_rows > 0), token.to(tl.int64), drafts)
+    return tl.load(rows.drafts_ptr + start + slots, mask=slots < num_rows, other=-1)
+
+
+@triton.jit
+def write_tokens(drafts, output, i_req, num_rows, run, token, max_rows, sizes):
+    """Write the accepted drafts of a request, the token after them, and their number.
+
+    drafts: see `load_drafts`.
+    """
+    slots = tl.arange(0, sizes.ALL_SLOTS)
+    tokens = tl.where(slots < run, drafts, -1).to(tl.int64)
+    tokens = tl.where((slots == run) & (num_rows > 0), token.to(tl.int64), tokens)
     tl.store(output.token_ids_ptr + i_req * max_rows + slots, tokens, mask=slots < max_rows)
     tl.store(output.num_tokens_ptr + i_req, tl.where(num_rows > 0, run + 1, 0))

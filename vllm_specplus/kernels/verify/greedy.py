@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplus.kernels.verify.arguments import NORMAL, REJECT_ALL, draft_of, rows_of
-from vllm_specplus.kernels.verify.emit import write_tokens
+from vllm_specplus.kernels.verify.emit import load_drafts, write_tokens
 from vllm_specplus.kernels.verify.row_stats import first_tokens
 
 # Rows that are read at once.
@@ -41,4 +41,5 @@ def accept_greedy_kernel(
         token = tl.sum(tl.where(tl.arange(0, tile) == num_accepted, first, 0), axis=0)
         run += num_accepted
         going = num_accepted == tile
-    write_tokens(rows, output, i_req, start, num_rows, run, token, max_rows, sizes)
+    drafts = load_drafts(rows, start, num_rows, sizes)
+    write_tokens(drafts, output, i_req, num_rows, run, token, max_rows, sizes)

@@ -264,16 +264,20 @@ def judge_kernel(
             is_usable = (slots < num_own - 1) & drafts.is_usable & (POLICY != REJECT_ALL)
             verdict = tl.where(is_usable, -1 if POLICY == NORMAL else 1, 0)
             token = tl.zeros_like(verdict)
-            if is_greedy:
-                token = first_tokens(logits, stats, groups, i_rows, sizes)
-                verdict = tl.where(verdict < 0, (drafts.token == token).to(tl.int32), verdict)
+            # Whose own token is the first of all.
+            is_first = slots < tl.where(is_greedy, num_own, 0)
+            if FILTERED and STRATEGY == TARGET_MATCH:
+                is_first = is_first | ((slots < num_own) & keeps_one(request.filters, found.total))
+            if tl.max(is_first.to(tl.int32), axis=0) > 0:
+                token = tl.where(is_first, first_tokens(logits, stats, groups, i_rows, sizes), 0)
+                verdict = tl.where(is_first & (verdict < 0), (drafts.token == token).to(tl.int32), verdict)
             if STRATEGY != TARGET_MATCH:
                 by_statistics = judge_by_statistics(
                     found, drafts, request.filters, logits.vocab_size, verify_window, max_candidates, STRATEGY
                 )
                 verdict = tl.where(verdict < 0, by_statistics, verdict)
             last = tl.min(tl.where(verdict == 0, slots, NO_LIMIT), axis=0)
-            is_open = (verdict != 1) & (slots <= tl.where(is_greedy, -1, last))
+            is_open = (verdict != 1) & (slots <= last) & (is_first == 0)
             if i_judge == 0:
                 note_settled(plans, i_rows, verdict, token, i_req, slots < num_own, is_open)
             is_mine = is_open & (slots % num_judges == i_judge)

@@ -58,7 +58,8 @@ BLOCK_SIZE = 8192
 TILE_SIZE = 2048
 SCAN_SIZE = 32_768
 LIST_SIZE = 2048
-ROW_LIST_GROUPS = tl.constexpr(8)  # where each row has a program: they hold fewer registers so
+# Where each row has a program. They hold fewer registers so, and more of them run side by side.
+ROW_SIZES = {"LIST_GROUPS": tl.constexpr(8), "LISTED_GROUPS": tl.constexpr(512)}
 # Rows of a request that are judged by statistics together, and programs with filters that run side by side on an H100.
 JUDGED_ROWS = 32
 JUDGES_AT_ONCE = 256
@@ -270,7 +271,7 @@ def _launch(inputs: VerifyInputs, w: Workspace) -> None:
         num_rows,
         max_rows,
         max_candidates,
-        sizes._replace(LIST_GROUPS=ROW_LIST_GROUPS) if samples_rows else sizes,
+        sizes._replace(**ROW_SIZES) if samples_rows else sizes,
         EACH_ROW=each_row,
         FILTERED=filtered,
         num_warps=4 if samples_rows else 16,
@@ -281,8 +282,7 @@ def _num_judges(num_reqs: int, max_rows: int, filtered: bool, each_row: bool) ->
     """Programs of `judge_kernel` for each request: all of them run at once, where most rows need one."""
     if not (filtered or each_row):
         return 1  # statistics leave one row open, which takes a moment
-    at_once = JUDGES_AT_ONCE * 2 if each_row else JUDGES_AT_ONCE
-    return max(1, min(max_rows, at_once // num_reqs))
+    return max(1, min(max_rows, (JUDGES_AT_ONCE if filtered else 2 * JUDGES_AT_ONCE) // num_reqs))
 
 
 def _aligned(inputs: VerifyInputs) -> VerifyInputs:
@@ -316,6 +316,7 @@ def _sizes(num_blocks: int, num_groups: int, block_size: int, max_rows: int, of_
         TILE_GROUPS=tile_groups,
         SCAN_GROUPS=scan_groups,
         LIST_GROUPS=list_groups,
+        LISTED_GROUPS=all_groups,
         ALL_SLOTS=all_slots,
         JUDGED_ROWS=min(judged_rows, all_slots),
         HEAD_GROUPS=head_groups,

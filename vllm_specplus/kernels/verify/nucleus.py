@@ -146,17 +146,20 @@ def group_max(groups, sizes):
 @triton.jit
 def list_groups(groups, bound, sizes):
     """Write the numbers of the groups with a logit of at least `bound`, in rising order. Return how many there are."""
-    run: tl.constexpr = min(_LIST_RUN, sizes.ALL_GROUPS)
-    numbers = tl.arange(0, sizes.ALL_GROUPS // run)[:, None] * run + tl.arange(0, run)[None, :]
-    best = load_logits(groups.max_ptr, numbers, groups.num_groups)
-    listed = ((best >= bound) & (best > NEG_INF)).to(tl.int32)
-    by_run = tl.sum(listed, axis=1)
-    at = (tl.cumsum(by_run, axis=0) - by_run)[:, None] + tl.cumsum(listed, axis=1) - 1
+    run: tl.constexpr = min(_LIST_RUN, sizes.LISTED_GROUPS)
+    own = tl.arange(0, sizes.LISTED_GROUPS // run)[:, None] * run + tl.arange(0, run)[None, :]
+    num_listed = tl.zeros((), tl.int32)
     # Other threads of this program may still read the former list, and will read this one.
     tl.debug_barrier()
-    tl.store(groups.list_ptr + at, numbers, mask=listed > 0)
+    for first in range(0, sizes.ALL_GROUPS, sizes.LISTED_GROUPS):
+        best = load_logits(groups.max_ptr, first + own, groups.num_groups)
+        listed = ((best >= bound) & (best > NEG_INF)).to(tl.int32)
+        by_run = tl.sum(listed, axis=1)
+        at = num_listed + (tl.cumsum(by_run, axis=0) - by_run)[:, None] + tl.cumsum(listed, axis=1) - 1
+        tl.store(groups.list_ptr + at, first + own, mask=listed > 0)
+        num_listed += tl.sum(by_run, axis=0)
     tl.debug_barrier()
-    return tl.sum(by_run, axis=0)
+    return num_listed
 
 
 @triton.jit

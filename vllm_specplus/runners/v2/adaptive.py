@@ -16,6 +16,7 @@ import torch
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels import arbiter as kernels
 from vllm_specplus.kernels.arbiter.state import NO_OFFERS, ONE
+from vllm_specplus.kernels.counts import Counted
 from vllm_specplus.kernels.drafts import DraftCounts, Limits
 from vllm_specplus.proposers.adaptive import arrange_chains
 from vllm_specplus.proposers.arbiter import ASLEEP, CommonAccount, Prices, ScaledPrices, prior_chances
@@ -23,6 +24,7 @@ from vllm_specplus.runners.arbiter_options import MATCH_LEN_CAP, arbiter_options
 from vllm_specplus.runners.step_prices import StepPrices
 from vllm_specplus.runners.v2.fillers import SlotFiller, longest_text
 from vllm_specplus.runners.v2.host_tokens import Arrival, TokenCopier
+from vllm_specplus.runners.v2.reports import Report, Reports
 from vllm_specplus.runners.v2.requests import RequestTracker, SavedAccount
 from vllm_specplus.runners.v2.suffix import SuffixFiller
 from vllm_specplus.sources import NGRAM, SUFFIX
@@ -57,21 +59,12 @@ class _Passes(NamedTuple):
     is_counted: bool
 
 
-class _DevicePrices(NamedTuple):
-    """Scaled prices on the device, int64."""
-
-    slot: torch.Tensor  # [1]
-    step: torch.Tensor  # [1]
-    passes: torch.Tensor  # [S]
-
-
 class _Report(NamedTuple):
     """What the device tells of one step, on its way to the host."""
 
     indices: np.ndarray  # [B] request states
     replaced: set[int]  # the states that other requests have taken since
-    on_host: torch.Tensor  # see `kernels.settle_and_plan`
-    done: Any  # torch.cuda.Event
+    sent: Report  # see `kernels.choose_and_settle`
     passes: _Passes | None
 
 
@@ -110,7 +103,11 @@ class AdaptiveFiller(SlotFiller):
         self.needs_every_step = self._suffix is not None
         # With asynchronous scheduling the host has launched a step before the device is at the end of the one before.
         self._lag = 2 if copier.is_async else 1
-        self._is_awake = np.zeros(self._max_num_reqs, bool)
+        # By request state; where no request is, it does not matter. No request sleeps if the second says so.
+        self._is_awake, self._may_sleep = np.ones(self._max_num_reqs, bool), False
+        self._reports: deque[_Report] = deque()
+        size = kernels.NUM_TOTALS + 1 + self._max_num_reqs
+        self._memory = Reports(size, torch.int64, device, number=self._lag, sleeps=copier.is_async)
         self.reset()
 
     def reset(self) -> None:
@@ -135,7 +132,9 @@ class AdaptiveFiller(SlotFiller):
         self._ngrams = self._ngram_chains() if NGRAM in self._matching else None
         self._account = CommonAccount()
         self._prices: Prices | None = None
-        self._reports: deque[_Report] = deque()
+        while self._reports:
+            self._memory.give_back(self._reports.popleft().sent)
+        self._uncounted: Counted | None = None
         self._planned = steps
         self._passes_began: Clock | None = None
         self._passes: _Passes | None = None
@@ -148,9 +147,26 @@ class AdaptiveFiller(SlotFiller):
         none = torch.zeros(1, dtype=torch.int32, device=self._device)
         drafts = nobody.new_zeros(1, self._arguments["num_speculative_tokens"])
         self._offer_reference(nobody, drafts, none, none)
-        price = nobody.new_zeros(1)
-        num_tokens, fill_source = self._texts[1], self._requests.fill_source
-        kernels.choose(self._state, num_tokens, nobody, Limits(none, none), price, drafts, self._by_state, fill_source)
+        limits = Limits(none, none)
+        for is_masked in (False, True):
+            uncounted = self._requests.nothing_counted(is_masked)
+            kernels.judge_and_offer(self._state, *self._texts, nobody, self._num_new, limits, drafts[:, :0], uncounted)
+        report = self._memory.take()
+        kernels.choose_and_settle(
+            self._state,
+            self._texts[1],
+            nobody,
+            limits,
+            torch.ones(2 + self._arguments["num_model_steps"], dtype=torch.int64, device=self._device),
+            drafts,
+            self._by_state,
+            self._requests.fill_source,
+            self._totals,
+            report.tensor,
+        )
+        report.send()
+        report.read(0)
+        self._memory.give_back(report)
 
     def _ngram_chains(self) -> kernels.NgramChains:
         options = self._options
@@ -174,14 +190,18 @@ class AdaptiveFiller(SlotFiller):
             numbers[index].fill_(0)
         account = self._requests.take_back(req_id)
         if account is not None:
-            self._is_awake[index] = account.is_awake
+            self._set_awake(index, account.is_awake)
             self._state.credits[index : index + 1].copy_(account.credits)
             return
         # As many as the step has: those that begin with it come one by one.
         num_reqs = self._prices_of_steps.num_reqs
         credit = self._account.allowance(num_reqs) if self._requests.allows_drafts(index) else ASLEEP
-        self._is_awake[index] = credit != ASLEEP
+        self._set_awake(index, credit != ASLEEP)
         self._state.credits[index].fill_(credit)
+
+    def _set_awake(self, index: int, is_awake: bool) -> None:
+        self._is_awake[index] = is_awake
+        self._may_sleep = self._may_sleep or not is_awake
 
     def end(self, req_id: str, index: int) -> None:
         """Keep the credit of a request that may come back: once it sleeps, its draft cache has gaps."""
@@ -216,6 +236,7 @@ class AdaptiveFiller(SlotFiller):
 
         No fault must keep a worker from the exchange of prices with the others.
         """
+        self._uncounted = self._requests.take_uncounted()
         with self._requests.live_requests.faults.caught("drafting", input_batch.req_ids):
             while len(self._reports) >= self._lag:
                 self._read(self._reports.popleft())
@@ -226,7 +247,7 @@ class AdaptiveFiller(SlotFiller):
     def _plan_passes(self, input_batch: Any, most: int) -> int:
         if self._arguments["makes_all_passes"]:
             return most
-        if not self._is_awake[input_batch.idx_mapping_np].any():
+        if self._may_sleep and not self._is_awake[input_batch.idx_mapping_np].any():
             return 0
         return min(max(self._planned, 1), most)
 
@@ -251,8 +272,7 @@ class AdaptiveFiller(SlotFiller):
         if reference is not None:
             self._offer_reference(idx_mapping, *reference)
 
-        chosen = self._choose(input_batch, drafts, limits, matches)
-        self._settle(input_batch, chosen.values, limits)
+        chosen = self._choose(input_batch, drafts, limits, limits, matches)
         if self._confidences is not None:
             torch.div(chosen.chances[: len(drafts)], ONE.value, out=self._confidences[: len(drafts)])
         return chosen.counts
@@ -271,12 +291,12 @@ class AdaptiveFiller(SlotFiller):
         self._judge(input_batch, model_drafts, decoding)
         if self._suffix is not None:
             self._suffix.skip(input_batch, drafts, model_drafts, limits, arrival)
-        chosen = self._choose(input_batch, drafts, limits)
-        self._settle(input_batch, chosen.values, decoding)
+        self._choose(input_batch, drafts, limits, decoding)
 
     def _judge(self, input_batch: Any, model_drafts: torch.Tensor, limits: Limits) -> None:
         """Judge the offers of the last step by the tokens that have come, and offer the model's drafts."""
-        kernels.judge_and_offer(self._state, *self._texts, input_batch.idx_mapping, self._num_new, limits, model_drafts)
+        batch = input_batch.idx_mapping, self._num_new, limits, model_drafts
+        kernels.judge_and_offer(self._state, *self._texts, *batch, self._uncounted)
 
     def _offer_reference(
         self, idx_mapping: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor, agreed: torch.Tensor
@@ -290,35 +310,29 @@ class AdaptiveFiller(SlotFiller):
         input_batch: Any,
         drafts: torch.Tensor,
         limits: Limits,
+        planning: Limits,
         matches: kernels.NgramMatches | None = None,
     ) -> kernels.Chosen:
-        return kernels.choose(
+        """Choose, enter what the passes have earned, and send the host a report."""
+        report = self._memory.take()
+        chosen = kernels.choose_and_settle(
             self._state,
             self._texts[1],
             input_batch.idx_mapping,
             limits,
-            self._prices_on_device.slot,
+            self._prices_on_device,
             drafts,
             self._by_state,
             self._requests.fill_source,
-            matches,
-        )
-
-    def _settle(self, input_batch: Any, values: torch.Tensor, limits: Limits) -> None:
-        """Enter what the passes have earned, and report the step to the host; with a limit of 0 one pass is enough."""
-        prices = self._prices_on_device
-        report = kernels.settle_and_plan(
-            self._state,
-            input_batch.idx_mapping,
-            values,
-            limits,
-            prices.slot,
-            prices.passes,
-            prices.step,
             self._totals,
-            most_credit=CommonAccount.most_credit,
+            report.tensor,
+            planning=planning,
+            matches=matches,
         )
-        self._send(input_batch, report)
+        report.send()
+        self._reports.append(_Report(input_batch.idx_mapping_np, set(), report, self._passes))
+        self._passes = None
+        return chosen
 
     def _set_prices(self, prices: Prices) -> None:
         self._prices = prices
@@ -329,27 +343,24 @@ class AdaptiveFiller(SlotFiller):
         self._step_price = scaled.step
         # With asynchronous scheduling a slot is paid for before it is filled.
         slot = 0 if self._copier.is_async else scaled.slot
-        packed = self._copier.to_device(np.array([slot, scaled.step, *scaled.passes], np.int64))
-        self._prices_on_device = _DevicePrices(packed[:1], packed[1:2], packed[2:])
-
-    def _send(self, input_batch: Any, report: torch.Tensor) -> None:
-        on_host, done = self._copier.to_host(report)
-        self._reports.append(_Report(input_batch.idx_mapping_np, set(), on_host, done, self._passes))
-        self._passes = None
+        self._prices_on_device = self._copier.to_device(np.array([slot, scaled.step, *scaled.passes], np.int64))
 
     def _read(self, report: _Report) -> None:
         """Take over what an earlier step has told."""
-        report.done.synchronize()
-        values, indices = report.on_host.numpy(), report.indices
-        tokens, profit, self._planned = values[: kernels.NUM_TOTALS + 1].tolist()
+        indices = report.indices
+        values = report.sent.read(kernels.NUM_TOTALS + 1 + len(indices))
+        self._memory.give_back(report.sent)
+        tokens, profit, self._planned, *credits = values.tolist()
         num_new, new_profit = tokens - self._totals_before[0], profit - self._totals_before[1]
         self._totals_before = tokens, profit
         self._account.add_tokens(num_new, len(indices), self._step_price)
         self._account.add(new_profit)
-        is_awake = values[kernels.NUM_TOTALS + 1 :] != ASLEEP
-        if report.replaced:
-            is_awake = np.where(np.isin(indices, [*report.replaced]), self._is_awake[indices], is_awake)
-        self._is_awake[indices] = is_awake
+        if self._may_sleep or ASLEEP in credits:
+            is_awake = values[kernels.NUM_TOTALS + 1 :] != ASLEEP
+            if report.replaced:
+                is_awake = np.where(np.isin(indices, [*report.replaced]), self._is_awake[indices], is_awake)
+            self._is_awake[indices] = is_awake
+            self._may_sleep = not self._is_awake.all()
         with self._requests.live_requests.faults.caught("counting"):
             self._prices_of_steps.add_tokens(num_new)
             if report.passes is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_specplus.kernels.drafts import Limits, continue_forecasts, report_tokens
+from vllm_specplus.runners.v2.reports import Report, Reports
 
 if TYPE_CHECKING:
     from vllm_specplus.runners.v2.states import FollowedRequestState
@@ -88,17 +89,19 @@ class Arrival:
     req_ids: list[str]  # B
     indices: np.ndarray  # [B] request states
     generation: np.ndarray  # [B]
-    on_host: torch.Tensor  # [B, 3 + K + num_steps] int32, see `rows`
-    done: Any  # torch.cuda.Event
+    report: Report
+    reports: Reports  # which it is from
+    num_columns: int
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """[B, 3 + K + num_steps] int32; waits for the copy.
+        """[B, 3 + K + num_steps] int32; waits for them.
 
         The columns: length, most drafts, the K + 1 latest tokens (newest first), the model's drafts.
         """
-        self.done.synchronize()
-        return self.on_host.numpy()
+        values = self.report.read(len(self.req_ids) * self.num_columns)
+        self.reports.give_back(self.report)
+        return values.reshape(-1, self.num_columns)
 
 
 class TokenCopier:
@@ -127,7 +130,8 @@ class TokenCopier:
         self._device = device
         self._req_states = req_states
         self._width = vllm_config.speculative_config.num_speculative_tokens
-        self._pins = device.type != "cpu"
+        most = vllm_config.scheduler_config.max_num_seqs * (3 + 2 * self._width)
+        self._reports = Reports(most, torch.int32, device, number=1 + is_async, sleeps=is_async)
         self._previous: Arrival | None = None
 
     def advance(self, input_batch: Any, model_drafts: torch.Tensor, limits: Limits) -> Arrival | None:
@@ -214,29 +218,23 @@ class TokenCopier:
         )
         return continued, num_continued, agreed_on_device
 
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begin to copy a tensor to the host; return the copy, and the event after which it may be read."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pins)
-        copy.copy_(tensor, non_blocking=True)
-        # A blocking event sleeps while it waits, and wakes up late. A synchronous step cannot go on meanwhile.
-        done = torch.cuda.Event(blocking=self.is_async)
-        done.record()
-        return copy, done
-
     def _send(self, input_batch: Any, model_drafts: torch.Tensor, limits: Limits) -> Arrival:
         # A request gets at most one token more than it has drafts.
         states = self._req_states
-        report = report_tokens(
+        report = self._reports.take()
+        num_columns = report_tokens(
             states.all_token_ids.gpu,
             states.total_len.gpu,
             input_batch.idx_mapping,
             limits,
             model_drafts,
             self._width,
+            report.tensor,
         )
-        rows, done = self.to_host(report)
+        report.send()
         indices = input_batch.idx_mapping_np
-        return Arrival(input_batch.req_ids, indices, self.mirror.generation[indices], rows, done)
+        generation = self.mirror.generation[indices]
+        return Arrival(input_batch.req_ids, indices, generation, report, self._reports, num_columns)
 
     def _receive(self, arrival: Arrival) -> None:
         rows, mirror, indices = arrival.rows, self.mirror, arrival.indices

@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specplus.config import SpecPlusOptions
-from vllm_specplus.kernels.counts import count_drafts, count_steps, mark_padding
+from vllm_specplus.kernels.counts import Counted, count_drafts, count_steps, mark_padding
 from vllm_specplus.kernels.drafts import DraftCounts, Limits, continue_forecasts, prefer_forecasts, report_tokens
 from vllm_specplus.runners.live_requests import LiveRequest, LiveRequests
 from vllm_specplus.runners.step_prices import StepPrices
@@ -69,6 +69,8 @@ class RequestTracker:
             torch.full((max_num_reqs,), width, dtype=torch.int32, device=device) for width in range(self._width + 1)
         ]
         self.fill_source = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
+        self._counts_later = options.adaptive
+        self._uncounted: Counted | None = None
         self._counts = torch.zeros(2, len(SOURCES), self._width, dtype=torch.int64, device=device)
         self.request_counts = torch.zeros(max_num_reqs, 3, dtype=torch.int64, device=device)
 
@@ -102,7 +104,7 @@ class RequestTracker:
         idx_mapping = torch.zeros(1, dtype=torch.int64, device=drafts.device)
         texts = self._req_states.all_token_ids.gpu, self._req_states.total_len.gpu, idx_mapping
         limits = Limits(none, none)
-        report_tokens(*texts, limits, drafts[:, :0], self._width)
+        report_tokens(*texts, limits, drafts[:, :0], self._width, none.new_zeros(3 + self._width))
         continue_forecasts(
             *texts,
             drafts,
@@ -117,16 +119,7 @@ class RequestTracker:
         sources = self.fill_source, REFERENCE, self._history_source
         prefer_forecasts(drafts, none, none, drafts, none, none, idx_mapping, *sources, self._by_state)
         count_steps(self.request_counts, none, idx_mapping)
-        count_drafts(
-            self._counts,
-            self.request_counts,
-            none,
-            none.new_zeros(2),
-            idx_mapping,
-            *self._by_state,
-            self.fill_source,
-            none.new_zeros(2, dtype=torch.bool),
-        )
+        count_drafts(self.nothing_counted(is_masked=True), idx_mapping)
         mark_padding(none, idx_mapping, self._by_state.num_drafts_ptr, none.new_zeros(1, dtype=torch.bool))
 
     def reset(self) -> None:
@@ -255,7 +248,7 @@ class RequestTracker:
             count_steps(self.request_counts, num_sampled, input_batch.idx_mapping)
 
     def count_drafts(self, input_batch: Any, num_sampled: torch.Tensor, invalid: torch.Tensor | None) -> None:
-        """Count what became of a step's drafts.
+        """Count what became of a step's drafts, or leave it to the arbiter, which judges them in the same step.
 
         Args:
             input_batch: vLLM's.
@@ -263,16 +256,25 @@ class RequestTracker:
             invalid: [num_rows] bool, rows whose draft a grammar forbids, or None.
         """
         with self.live_requests.faults.caught("counting"):
-            count_drafts(
-                self._counts,
-                self.request_counts,
-                num_sampled,
-                input_batch.cu_num_logits,
-                input_batch.idx_mapping,
-                *self._by_state,
-                self.fill_source,
-                invalid,
-            )
+            counted = self._counted(num_sampled, input_batch.cu_num_logits, invalid)
+            if self._counts_later:
+                self._uncounted = counted
+            else:
+                count_drafts(counted, input_batch.idx_mapping)
+
+    def take_uncounted(self) -> Counted | None:
+        """What is left to be counted of this step's drafts, once; None: nothing."""
+        uncounted, self._uncounted = self._uncounted, None
+        return uncounted
+
+    def nothing_counted(self, is_masked: bool) -> Counted:
+        """What counts nothing of a batch of one request, to compile kernels; with a mask or without."""
+        none = torch.zeros(2, dtype=torch.int32, device=self.fill_source.device)
+        return self._counted(none, none, none.bool() if is_masked else None)
+
+    def _counted(self, num_sampled: torch.Tensor, cu_num_rows: torch.Tensor, invalid: torch.Tensor | None) -> Counted:
+        counts = self._counts, self.request_counts
+        return Counted(*counts, num_sampled, cu_num_rows, *self._by_state, self.fill_source, invalid)
 
     def stats(self) -> dict[str, Any]:
         """Counts by source and position, and the number of entries; waits for the device."""
