@@ -34,7 +34,7 @@ _PIPES = {
     "fp64": ("DADD", "DMUL", "DFMA", "DSETP"),
     "lsu": (
         *("LDG", "STG", "LDS", "STS", "LDL", "STL", "LD", "ST", "LDSM", "STSM", "SHFL"),
-        *("ATOM", "ATOMG", "ATOMS", "RED", "LDGSTS"),
+        *("ATOM", "ATOMG", "ATOMS", "RED", "REDG", "LDGSTS"),
     ),
     "control": (
         *("BRA", "EXIT", "BSSY", "BSYNC", "BREAK", "BMOV", "BRX", "JMP", "CALL", "RET", "WARPSYNC", "YIELD", "NOP"),

@@ -91,8 +91,8 @@ def count_request(counted, i_req, row, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.cons
 
     at = source * WIDTH + slots
     ones = tl.full((BLOCK_WIDTH,), 1, tl.int64)
-    tl.atomic_add(counted.counts + at, ones, mask=counts)
-    tl.atomic_add(counted.counts + _NUM_SOURCES * WIDTH + at, ones, mask=accepted)
+    tl.atomic_add(counted.counts + at, ones, mask=counts, sem="relaxed")
+    tl.atomic_add(counted.counts + _NUM_SOURCES * WIDTH + at, ones, mask=accepted, sem="relaxed")
     is_reference = source == _REFERENCE
     p_request = counted.request_counts + row * 3
     drafted = tl.sum((counts & is_reference).to(tl.int64), axis=0)

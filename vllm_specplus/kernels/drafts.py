@@ -10,7 +10,7 @@
 | `_prefer_kernel`   | requests                            | puts a forecast in the place of other drafts             |
 | `_one_hot_kernel`  | requests x slots x blocks of tokens | writes the distribution of a draft that was not sampled  |
 
-The host reads nothing back, and grids depend on shapes alone.
+No call waits for the device, and grids depend on shapes alone.
 """
 
 # A kernel's arguments have no Python types. Those in capitals are known when it is compiled.

@@ -46,7 +46,7 @@ class StepPrices:
         self._num_scheduled = 0  # tokens of the step that runs; 0: it is not counted
         self._num_emitted = 0
         self._passes_time = 0.0
-        self._usual_passes: dict[tuple[int, int], float] = {}  # by passes and requests, since the last prices
+        self._usual_passes: dict[tuple[int, int], float] = {}  # by passes and requests, kept until the next prices
         self._num_reqs = 0  # of the step that runs
         self._prompts_time = 0.0  # of passes over prompts, for each request that waited; since the last prices
         self._num_steps = 0

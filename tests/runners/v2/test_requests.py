@@ -525,3 +525,28 @@ def test_any_steps_draft_and_add_up(is_async, edit):
     for req_id, (num_steps, accepted, rejected) in expected_counts.items():
         counted = {"num_requests": 1, "num_steps": num_steps, "accepted": accepted, "rejected": rejected}
         assert engine.collect(req_id) == counted
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_the_arbiter_has_not_counted_is_counted_later(goes_on: bool) -> None:
+    """After a fault before its judgement, or where none has followed; with the batch that it was of."""
+    engine, at_once = Engine(), Engine()
+    engine.tracker._counts_later = True
+    for each in (engine, at_once):
+        each.add("a", 1)
+        each.add("b", 3)
+        each.step(dict.fromkeys("ab", TEXT[:1]), {"a": ([1, 1], 1), "b": FROM_HISTORY})
+    batch, sampled = engine.batch("ba", [3, 2]), torch.tensor([2, 3], dtype=torch.int32)
+    for each in (engine, at_once):
+        each.tracker.count_drafts(batch, sampled, None)
+    assert engine.drafted() == {}
+    assert engine.tracker.uncounted(engine.batch("ba")) is None  # of another batch
+    counted = engine.tracker.uncounted(batch)
+    assert counted is not None
+    assert counted.num_sampled is sampled
+    if goes_on:
+        engine.tracker.count_drafts(engine.batch("a", [0]), torch.zeros(1, dtype=torch.int32), None)
+    else:
+        engine.tracker.count_rest()
+    assert engine.drafted() == at_once.drafted() != {}
+    assert engine.accepted() == at_once.accepted() != {}

@@ -50,7 +50,7 @@ class Accounts(NamedTuple):
 
 @triton.jit
 def settle(accounts, prices_ptr, chains, values, passes, i_req, row, sizes):
-    """Enter what the passes of a request have added and cost, and report its credit.
+    """Enter what the passes of a request have added and cost; return its credit, int64.
 
     Each pass is made for all requests together, and its price divided among those that have its drafts.
 
@@ -70,22 +70,21 @@ def settle(accounts, prices_ptr, chains, values, passes, i_req, row, sizes):
     gain = tl.where(is_made, with_pass - values, 0)
     at = class_of_history(chains) * sizes.NUM_STEPS + steps
     one = tl.full([sizes.BLOCK_STEPS], 1, tl.int64)
-    tl.atomic_add(gains.sums + at, gain, mask=is_made)
-    tl.atomic_add(gains.trials + at, one, mask=is_made)
-    tl.atomic_add(gains.told_sums + at, gain, mask=is_made)
-    tl.atomic_add(gains.told_trials + at, one, mask=is_made)
+    tl.atomic_add(gains.sums + at, gain, mask=is_made, sem="relaxed")
+    tl.atomic_add(gains.trials + at, one, mask=is_made, sem="relaxed")
+    tl.atomic_add(gains.told_sums + at, gain, mask=is_made, sem="relaxed")
+    tl.atomic_add(gains.told_trials + at, one, mask=is_made, sem="relaxed")
 
     shares = tl.load(prices_ptr + 2 + steps, mask=is_made, other=0)
     shares = shares // tl.maximum(tl.load(accounts.tallies.num_offered), 1)
     profit = tl.sum(tl.where(is_made, gain - shares, 0), axis=0)
     profit = _divide(profit * ONE, tl.load(prices_ptr + 1))
-    tl.atomic_add(accounts.totals + 1, profit, mask=passes > 0)
+    tl.atomic_add(accounts.totals + 1, profit, mask=passes > 0, sem="relaxed")
     credit = tl.load(accounts.credits + row, mask=is_request, other=ASLEEP)
     settled = tl.minimum(credit + profit, MOST_CREDIT)
     credit = tl.where(passes > 0, tl.where(settled >= 0, settled, ASLEEP), credit)
     tl.debug_barrier()  # other threads of this program may still read the same credit
     tl.store(accounts.credits + row, credit, mask=is_request)
-    tl.store(accounts.report + _NUM_TOTALS + 1 + i_req, credit)
 
     # A pass that the step before has gone without: its draft would have stood before what is drafted now.
     missed = tl.load(accounts.foregone_gains + row, mask=is_request, other=NO_PASS)
@@ -93,14 +92,21 @@ def settle(accounts, prices_ptr, chains, values, passes, i_req, row, sizes):
     chance = tl.load(accounts.foregone_chances + row, mask=is_missed, other=0)
     value = tl.sum(tl.where(steps == 0, values, 0), axis=0)
     gain = chance * tl.maximum(ONE - tl.load(prices_ptr) + value, 0) >> SHIFT
-    tl.atomic_add(gains.told_sums + missed, gain, mask=is_missed)
-    tl.atomic_add(gains.told_trials + missed, tl.full((), 1, tl.int64), mask=is_missed)
+    tl.atomic_add(gains.told_sums + missed, gain, mask=is_missed, sem="relaxed")
+    tl.atomic_add(gains.told_trials + missed, tl.full((), 1, tl.int64), mask=is_missed, sem="relaxed")
 
     is_awake = credit != ASLEEP
     is_drafting = is_awake & (load_limit(accounts.planning, i_req) > 0)
     one = tl.full((), 1, tl.int64)
-    tl.atomic_add(accounts.tallies.num_awake, one, mask=is_awake)
-    tl.atomic_add(accounts.tallies.num_drafting + class_of_history(chains), one, mask=is_drafting)
+    tl.atomic_add(accounts.tallies.num_awake, one, mask=is_awake, sem="relaxed")
+    tl.atomic_add(accounts.tallies.num_drafting + class_of_history(chains), one, mask=is_drafting, sem="relaxed")
+    return credit
+
+
+@triton.jit
+def report_credit(accounts, i_req, credit):
+    """Report the credit of a request; ASLEEP without one."""
+    tl.store(accounts.report + _NUM_TOTALS + 1 + i_req, credit)
 
 
 @triton.jit

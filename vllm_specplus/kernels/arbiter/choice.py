@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplus import sources
-from vllm_specplus.kernels.arbiter.accounts import Accounts, plan_and_report, settle
+from vllm_specplus.kernels.arbiter.accounts import Accounts, plan_and_report, report_credit, settle
 from vllm_specplus.kernels.arbiter.keys import (
     against,
     beside,
@@ -203,12 +203,14 @@ def _choose_kernel(
     of_model = _take_each(chances[None, :], tl.where(is_model, slots, -1))
     tl.store(chances_ptr + i_req * sizes.WIDTH + slots, of_model + of_chain, mask=slots < sizes.WIDTH)
 
-    settle(accounts, prices_ptr, chains, values, passes, i_req, row, sizes)
+    credit = settle(accounts, prices_ptr, chains, values, passes, i_req, row, sizes)
     tl.debug_barrier()  # all that this program has entered comes before its place among those that have ended
     if tl.atomic_add(accounts.tallies.num_ended, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()  # and what the others have entered is read after it
         plan_and_report(accounts, prices_ptr, sizes)
         tl.store(accounts.tallies.num_ended, 0)
+    # Last, so that no program waits for the host's memory.
+    report_credit(accounts, i_req, credit)
 
 
 class _ChainChances(NamedTuple):

@@ -125,11 +125,11 @@ def _judge_kernel(
     i_req = tl.program_id(0).to(tl.int64)
     row = tl.load(texts.idx_mapping_ptr + i_req).to(tl.int64)
     if row >= 0:
-        if counted is not None:
-            count_request(counted, i_req, row, sizes.WIDTH, sizes.BLOCK_WIDTH)
         _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_new_ptr, row, sizes)
         p_drafts = drafts_ptr + i_req * drafts_stride
         _offer_model(offers, credits_ptr, limits, p_drafts, num_passes, tallies, i_req, row, sizes)
+        if counted is not None:
+            count_request(counted, i_req, row, sizes.WIDTH, sizes.BLOCK_WIDTH)
     tl.debug_barrier()  # all that this program has counted comes before its place among those that have ended
     if tl.atomic_add(tallies.num_ended, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()  # and what the others have counted is read after it
@@ -149,7 +149,7 @@ def _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_n
     first = tl.load(positions_ptr + row)
     num_new = tl.minimum(tl.load(texts.num_tokens_ptr + row), texts.max_len) - first
     num_new = tl.where(first == NO_OFFERS, 0, tl.maximum(num_new, 0)).to(tl.int32)
-    tl.atomic_add(num_new_ptr, num_new.to(tl.int64))
+    tl.atomic_add(num_new_ptr, num_new.to(tl.int64), sem="relaxed")
     p_new = texts.ptr + row * texts.stride + first
     passes = tl.load(offers.passes + row).to(tl.int32)
     chains = load_chains(offers, row, passes, sizes)
@@ -218,7 +218,7 @@ def _offer_model(offers, credits_ptr, limits, p_drafts, num_passes, tallies, i_r
     drafted = tl.load(p_drafts + places, mask=places < passes, other=0)
     tl.store(offers.model + row * sizes.NUM_STEPS + places, drafted.to(tl.int32), mask=places < passes)
     tl.store(offers.passes + row, passes.to(tl.int64))
-    tl.atomic_add(tallies.new_offered, tl.full((), 1, tl.int64), mask=passes > 0)
+    tl.atomic_add(tallies.new_offered, tl.full((), 1, tl.int64), mask=passes > 0, sem="relaxed")
 
 
 @triton.jit
@@ -238,8 +238,8 @@ def _note_foregone(foregone, table, record, row, chains, passes, is_out, is_miss
 def _count(table, keys, is_judged, is_hit):
     """Count trials, and those of them that were hits; returns the chance of each, and 0 where there was no trial."""
     one = tl.full(keys.shape, 1, tl.int64)
-    tl.atomic_add(table.new_trials + keys, one, mask=is_judged)
-    tl.atomic_add(table.new_hits + keys, one, mask=is_judged & is_hit)
+    tl.atomic_add(table.new_trials + keys, one, mask=is_judged, sem="relaxed")
+    tl.atomic_add(table.new_hits + keys, one, mask=is_judged & is_hit, sem="relaxed")
     return tl.load(table.chances + keys, mask=is_judged, other=0)
 
 
@@ -253,9 +253,9 @@ def _count_opposed(opposed, table, chains, keys, tokens, is_token, is_judged, is
     trials = tl.sum(is_counted.to(tl.int64), axis=1)
     expected = tl.sum(tl.where(is_counted, against(others.best, others.rival), 0), axis=1)
     hits = tl.sum((is_counted & is_hit).to(tl.int64), axis=1)
-    tl.atomic_add(opposed.trials + at, trials * ONE, mask=trials > 0)
-    tl.atomic_add(opposed.expected + at, expected, mask=trials > 0)
-    tl.atomic_add(opposed.hits + at, hits * ONE, mask=trials > 0)
+    tl.atomic_add(opposed.trials + at, trials * ONE, mask=trials > 0, sem="relaxed")
+    tl.atomic_add(opposed.expected + at, expected, mask=trials > 0, sem="relaxed")
+    tl.atomic_add(opposed.hits + at, hits * ONE, mask=trials > 0, sem="relaxed")
 
 
 @triton.jit

@@ -134,7 +134,7 @@ class MatchSizes(NamedTuple):
 
 
 class NgramMatches(NamedTuple):
-    """What `NgramChains.search` has found. `choose` makes chains of it.
+    """What `NgramChains.search` has found. `choose_and_settle` makes chains of it.
 
     keys: int64, contiguous, [B, S + 1, num_splits] at its begin: of each share of the text; see `kernels/ngram.py`.
     """

@@ -16,7 +16,6 @@ import torch
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels import arbiter as kernels
 from vllm_specplus.kernels.arbiter.state import NO_OFFERS, ONE
-from vllm_specplus.kernels.counts import Counted
 from vllm_specplus.kernels.drafts import DraftCounts, Limits
 from vllm_specplus.proposers.adaptive import arrange_chains
 from vllm_specplus.proposers.arbiter import ASLEEP, CommonAccount, Prices, ScaledPrices, prior_chances
@@ -63,7 +62,7 @@ class _Report(NamedTuple):
     """What the device tells of one step, on its way to the host."""
 
     indices: np.ndarray  # [B] request states
-    replaced: set[int]  # the states that other requests have taken since
+    replaced: set[int]  # the states that their requests have left since
     sent: Report  # see `kernels.choose_and_settle`
     passes: _Passes | None
 
@@ -103,8 +102,6 @@ class AdaptiveFiller(SlotFiller):
         self.needs_every_step = self._suffix is not None
         # With asynchronous scheduling the host has launched a step before the device is at the end of the one before.
         self._lag = 2 if copier.is_async else 1
-        # By request state; where no request is, it does not matter. No request sleeps if the second says so.
-        self._is_awake, self._may_sleep = np.ones(self._max_num_reqs, bool), False
         self._reports: deque[_Report] = deque()
         size = kernels.NUM_TOTALS + 1 + self._max_num_reqs
         self._memory = Reports(size, torch.int64, device, number=self._lag, sleeps=copier.is_async)
@@ -132,9 +129,9 @@ class AdaptiveFiller(SlotFiller):
         self._ngrams = self._ngram_chains() if NGRAM in self._matching else None
         self._account = CommonAccount()
         self._prices: Prices | None = None
-        while self._reports:
-            self._memory.give_back(self._reports.popleft().sent)
-        self._uncounted: Counted | None = None
+        self._reports.clear()
+        # By request state, and whether one of them may be asleep.
+        self._is_awake, self._may_sleep = np.ones(self._max_num_reqs, bool), False
         self._planned = steps
         self._passes_began: Clock | None = None
         self._passes: _Passes | None = None
@@ -148,10 +145,9 @@ class AdaptiveFiller(SlotFiller):
         drafts = nobody.new_zeros(1, self._arguments["num_speculative_tokens"])
         self._offer_reference(nobody, drafts, none, none)
         limits = Limits(none, none)
-        for is_masked in (False, True):
-            uncounted = self._requests.nothing_counted(is_masked)
+        nothing = [self._requests.nothing_counted(is_masked) for is_masked in (False, True)]
+        for uncounted in (None, *nothing):
             kernels.judge_and_offer(self._state, *self._texts, nobody, self._num_new, limits, drafts[:, :0], uncounted)
-        report = self._memory.take()
         kernels.choose_and_settle(
             self._state,
             self._texts[1],
@@ -162,11 +158,8 @@ class AdaptiveFiller(SlotFiller):
             self._by_state,
             self._requests.fill_source,
             self._totals,
-            report.tensor,
+            self._memory.take().tensor,
         )
-        report.send()
-        report.read(0)
-        self._memory.give_back(report)
 
     def _ngram_chains(self) -> kernels.NgramChains:
         options = self._options
@@ -183,23 +176,24 @@ class AdaptiveFiller(SlotFiller):
 
     def begin(self, req_id: str, index: int) -> None:
         """Make room for a request that takes a place among the request states; one that comes back has its credit."""
-        for report in self._reports:
-            report.replaced.add(index)
         self._state.offer_positions[index].fill_(NO_OFFERS.value)
         for numbers in self._state.record:
             numbers[index].fill_(0)
         account = self._requests.take_back(req_id)
         if account is not None:
-            self._set_awake(index, account.is_awake)
+            self._take_place(index, account.is_awake)
             self._state.credits[index : index + 1].copy_(account.credits)
             return
         # As many as the step has: those that begin with it come one by one.
         num_reqs = self._prices_of_steps.num_reqs
         credit = self._account.allowance(num_reqs) if self._requests.allows_drafts(index) else ASLEEP
-        self._set_awake(index, credit != ASLEEP)
+        self._take_place(index, credit != ASLEEP)
         self._state.credits[index].fill_(credit)
 
-    def _set_awake(self, index: int, is_awake: bool) -> None:
+    def _take_place(self, index: int, is_awake: bool) -> None:
+        """Another request, or none, has a request state now: reports under way do not tell of it."""
+        for report in self._reports:
+            report.replaced.add(index)
         self._is_awake[index] = is_awake
         self._may_sleep = self._may_sleep or not is_awake
 
@@ -208,6 +202,7 @@ class AdaptiveFiller(SlotFiller):
         if not self._requests.has_ended(req_id):
             credits = self._state.credits[index : index + 1].clone()
             self._requests.keep(req_id, SavedAccount(bool(self._is_awake[index]), credits))
+        self._take_place(index, is_awake=True)
 
     @property
     def _prices_of_steps(self) -> StepPrices:
@@ -236,7 +231,6 @@ class AdaptiveFiller(SlotFiller):
 
         No fault must keep a worker from the exchange of prices with the others.
         """
-        self._uncounted = self._requests.take_uncounted()
         with self._requests.live_requests.faults.caught("drafting", input_batch.req_ids):
             while len(self._reports) >= self._lag:
                 self._read(self._reports.popleft())
@@ -296,7 +290,8 @@ class AdaptiveFiller(SlotFiller):
     def _judge(self, input_batch: Any, model_drafts: torch.Tensor, limits: Limits) -> None:
         """Judge the offers of the last step by the tokens that have come, and offer the model's drafts."""
         batch = input_batch.idx_mapping, self._num_new, limits, model_drafts
-        kernels.judge_and_offer(self._state, *self._texts, *batch, self._uncounted)
+        kernels.judge_and_offer(self._state, *self._texts, *batch, self._requests.uncounted(input_batch))
+        self._requests.forget_uncounted()
 
     def _offer_reference(
         self, idx_mapping: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor, agreed: torch.Tensor
@@ -329,8 +324,10 @@ class AdaptiveFiller(SlotFiller):
             planning=planning,
             matches=matches,
         )
-        report.send()
-        self._reports.append(_Report(input_batch.idx_mapping_np, set(), report, self._passes))
+        num_reqs = len(drafts)
+        if num_reqs:
+            report.send(kernels.NUM_TOTALS + 1 + num_reqs)
+            self._reports.append(_Report(input_batch.idx_mapping_np, set(), report, self._passes))
         self._passes = None
         return chosen
 
@@ -349,14 +346,13 @@ class AdaptiveFiller(SlotFiller):
         """Take over what an earlier step has told."""
         indices = report.indices
         values = report.sent.read(kernels.NUM_TOTALS + 1 + len(indices))
-        self._memory.give_back(report.sent)
-        tokens, profit, self._planned, *credits = values.tolist()
+        tokens, profit, self._planned = values[: kernels.NUM_TOTALS + 1].tolist()
         num_new, new_profit = tokens - self._totals_before[0], profit - self._totals_before[1]
         self._totals_before = tokens, profit
         self._account.add_tokens(num_new, len(indices), self._step_price)
         self._account.add(new_profit)
-        if self._may_sleep or ASLEEP in credits:
-            is_awake = values[kernels.NUM_TOTALS + 1 :] != ASLEEP
+        is_awake = values[kernels.NUM_TOTALS + 1 :] != ASLEEP
+        if self._may_sleep or not is_awake.all():
             if report.replaced:
                 is_awake = np.where(np.isin(indices, [*report.replaced]), self._is_awake[indices], is_awake)
             self._is_awake[indices] = is_awake

@@ -146,6 +146,8 @@ class Drafting:
             if draft_logits is not None:
                 write_one_hot_rows(draft_logits, input_batch.idx_mapping, drafts, num_drafts, num_model)
             return drafts
+        with self._faults.caught("counting"):
+            self.requests.count_rest()
         draft_tokens, idx_mapping = self.draft_tokens[: input_batch.num_reqs], input_batch.idx_mapping
         draft_tokens.zero_()
         self.num_drafts[idx_mapping] = self.num_model[idx_mapping] = 0

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from vllm_specplus.runners.v2.states import FollowedRequestState
 
 
+_FEW = 48  # requests, of which a list takes less time than numpy
+
+
 class SlotFiller(Protocol):
     """Fills slots from history."""
 
@@ -98,8 +101,8 @@ class SlotFiller(Protocol):
 
 def longest_text(input_batch: Any) -> int:
     """The most tokens that a request may have with those of this step: a bound that vLLM keeps on the host."""
-    # For the batches of most servers a list takes less time than numpy.
-    return max(input_batch.seq_lens_cpu_upper_bound.tolist()) + 1
+    bounds = input_batch.seq_lens_cpu_upper_bound
+    return (max(bounds.tolist()) if len(bounds) <= _FEW else int(bounds.numpy().max())) + 1
 
 
 class NgramFiller(SlotFiller):

@@ -90,7 +90,6 @@ class Arrival:
     indices: np.ndarray  # [B] request states
     generation: np.ndarray  # [B]
     report: Report
-    reports: Reports  # which it is from
     num_columns: int
 
     @cached_property
@@ -99,9 +98,7 @@ class Arrival:
 
         The columns: length, most drafts, the K + 1 latest tokens (newest first), the model's drafts.
         """
-        values = self.report.read(len(self.req_ids) * self.num_columns)
-        self.reports.give_back(self.report)
-        return values.reshape(-1, self.num_columns)
+        return self.report.read(len(self.req_ids) * self.num_columns).reshape(-1, self.num_columns)
 
 
 class TokenCopier:
@@ -231,10 +228,10 @@ class TokenCopier:
             self._width,
             report.tensor,
         )
-        report.send()
+        report.send(len(model_drafts) * num_columns)
         indices = input_batch.idx_mapping_np
         generation = self.mirror.generation[indices]
-        return Arrival(input_batch.req_ids, indices, generation, report, self._reports, num_columns)
+        return Arrival(input_batch.req_ids, indices, generation, report, num_columns)
 
     def _receive(self, arrival: Arrival) -> None:
         rows, mirror, indices = arrival.rows, self.mirror, arrival.indices

@@ -1,6 +1,9 @@
-"""What the device tells the host of a step: kernels write into the host's memory, so nothing has to be copied."""
+"""What the device tells the host of a step: kernels write into the host's memory, so nothing has to be copied.
 
-from functools import partial
+Where the device cannot see that memory, as under WSL, a report is copied, and the host waits for it.
+"""
+
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -17,9 +20,10 @@ class Report:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, *, sleeps: bool):
         self._done = torch.cuda.Event(blocking=sleeps)
-        self._is_copied = device.type != "cpu" and not is_uva_available()
-        self._on_host = torch.empty(size, dtype=dtype, pin_memory=device.type != "cpu")
-        if device.type == "cpu":
+        is_on_host = device.type == "cpu"
+        self._is_copied = not is_on_host and not is_uva_available()
+        self._on_host = torch.empty(size, dtype=dtype, pin_memory=not is_on_host and not self._is_copied)
+        if is_on_host:
             self.tensor = self._on_host
         elif self._is_copied:
             self.tensor = torch.empty(size, dtype=dtype, device=device)
@@ -27,10 +31,10 @@ class Report:
             self.tensor = get_accelerator_view_from_cpu_tensor(self._on_host)
         self._values = self._on_host.numpy()
 
-    def send(self) -> None:
-        """Take note that the kernel which writes it has been launched."""
+    def send(self, num_values: int) -> None:
+        """Take note that the kernel which writes the first values has been launched."""
         if self._is_copied:
-            self._on_host.copy_(self.tensor, non_blocking=True)
+            self._on_host[:num_values].copy_(self.tensor[:num_values])
         self._done.record()
 
     def read(self, num_values: int) -> np.ndarray:
@@ -40,29 +44,19 @@ class Report:
 
 
 class Reports:
-    """Memory for reports, which is used again and again.
+    """Memory for the reports of one step after the other.
 
     Args:
         size: values of the longest report.
         device: of the kernels.
-        number: reports that are usually under way at once.
+        number: reports that may be under way at once. So many steps later the memory of a report is used again.
         sleeps: whether the host sleeps while it waits. It wakes up late then, which a step that cannot go on meanwhile
             has to pay for.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, *, number: int, sleeps: bool):
-        self._make = partial(Report, size, dtype, device, sleeps=sleeps)
-        # A kernel may still write into one that nobody reads any more, so all are kept.
-        self._all = [self._make() for _ in range(number)]
-        self._spare = [*self._all]
+        self._in_turn = cycle([Report(size, dtype, device, sleeps=sleeps) for _ in range(number)])
 
     def take(self) -> Report:
-        """Memory that is not in use, until it is given back."""
-        if not self._spare:
-            self._all.append(self._make())
-            return self._all[-1]
-        return self._spare.pop()
-
-    def give_back(self, report: Report) -> None:
-        """Take back a report that has been read."""
-        self._spare.append(report)
+        """Memory for the report of this step."""
+        return next(self._in_turn)

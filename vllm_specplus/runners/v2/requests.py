@@ -70,7 +70,8 @@ class RequestTracker:
         ]
         self.fill_source = torch.full((max_num_reqs,), self._history_source, dtype=torch.int32, device=device)
         self._counts_later = options.adaptive
-        self._uncounted: Counted | None = None
+        # What is left to be counted, and the batch's `idx_mapping`.
+        self._uncounted: tuple[Counted, torch.Tensor] | None = None
         self._counts = torch.zeros(2, len(SOURCES), self._width, dtype=torch.int64, device=device)
         self.request_counts = torch.zeros(max_num_reqs, 3, dtype=torch.int64, device=device)
 
@@ -125,6 +126,7 @@ class RequestTracker:
     def reset(self) -> None:
         """Clear the counts by source and position, and what steps have cost; no request runs."""
         self._counts.zero_()
+        self._uncounted = None
         if self.prices is not None:
             self.prices = StepPrices(self.live_requests.faults)
 
@@ -256,16 +258,28 @@ class RequestTracker:
             invalid: [num_rows] bool, rows whose draft a grammar forbids, or None.
         """
         with self.live_requests.faults.caught("counting"):
+            self.count_rest()
             counted = self._counted(num_sampled, input_batch.cu_num_logits, invalid)
             if self._counts_later:
-                self._uncounted = counted
+                self._uncounted = counted, input_batch.idx_mapping
             else:
                 count_drafts(counted, input_batch.idx_mapping)
 
-    def take_uncounted(self) -> Counted | None:
-        """What is left to be counted of this step's drafts, once; None: nothing."""
-        uncounted, self._uncounted = self._uncounted, None
-        return uncounted
+    def uncounted(self, input_batch: Any) -> Counted | None:
+        """What is left to be counted of a batch's drafts; None: nothing."""
+        if self._uncounted is None or self._uncounted[1] is not input_batch.idx_mapping:
+            return None
+        return self._uncounted[0]
+
+    def forget_uncounted(self) -> None:
+        """Take note that nothing is left to be counted."""
+        self._uncounted = None
+
+    def count_rest(self) -> None:
+        """Count what is left, as after a fault, before the numbers of drafts change."""
+        if self._uncounted is not None:
+            count_drafts(*self._uncounted)
+            self._uncounted = None
 
     def nothing_counted(self, is_masked: bool) -> Counted:
         """What counts nothing of a batch of one request, to compile kernels; with a mask or without."""
