@@ -22,15 +22,15 @@ _UNFILLED = tl.constexpr(sources.UNFILLED)
 
 
 class Counted(NamedTuple):
-    """What is counted of a step's drafts, and where; see `count_drafts`."""
+    """What is counted of a step's drafts, and where; see `count_drafts`. All None: nothing."""
 
-    counts: torch.Tensor
-    request_counts: torch.Tensor
-    num_sampled: torch.Tensor
-    cu_num_rows: torch.Tensor
-    num_drafts: torch.Tensor
-    num_model: torch.Tensor
-    fill_source: torch.Tensor
+    counts: torch.Tensor | None
+    request_counts: torch.Tensor | None
+    num_sampled: torch.Tensor | None
+    cu_num_rows: torch.Tensor | None
+    num_drafts: torch.Tensor | None
+    num_model: torch.Tensor | None
+    fill_source: torch.Tensor | None
     invalid: torch.Tensor | None = None
 
 
@@ -52,6 +52,7 @@ def count_drafts(counted: Counted, idx_mapping: torch.Tensor) -> None:
             - invalid: [num_rows] bool, the rows whose draft does not count; None: all count.
         idx_mapping: [num_reqs] int32 or int64, the row of each request in `request_counts` and in the last three.
     """
+    assert counted.counts is not None
     num_reqs, width = idx_mapping.shape[0], counted.counts.shape[2]
     if num_reqs:
         _count_kernel[(num_reqs,)](counted, idx_mapping, WIDTH=width, BLOCK_WIDTH=next_power_of_2(width), num_warps=1)
@@ -74,20 +75,23 @@ def _count_kernel(
 def count_request(counted, i_req, row, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Add the drafts of a request to the counts.
 
-    counted: Counted. i_req, row: its place in the batch, and its row.
+    counted: Counted. i_req, row: its place in the batch, and its row; negative: no request.
     """
+    is_request = row >= 0
     num_sampled = tl.load(counted.num_sampled + i_req)
     first = tl.load(counted.cu_num_rows + i_req) + 1
     num_slots = tl.load(counted.cu_num_rows + i_req + 1) - first
-    num_slots = tl.where(num_sampled > 0, tl.minimum(num_slots, WIDTH), 0)
+    num_slots = tl.where(is_request & (num_sampled > 0), tl.minimum(num_slots, WIDTH), 0)
 
     slots = tl.arange(0, BLOCK_WIDTH)
     counts = slots < num_slots
     if counted.invalid is not None:
         counts = counts & (tl.load(counted.invalid + first + slots, mask=counts, other=1) == 0)
     accepted = counts & (slots < num_sampled - 1)
-    source = tl.where(slots < tl.load(counted.num_model + row), _MODEL, tl.load(counted.fill_source + row))
-    source = tl.where(slots < tl.load(counted.num_drafts + row), source, _UNFILLED)
+    num_model = tl.load(counted.num_model + row, mask=is_request, other=0)
+    num_drafts = tl.load(counted.num_drafts + row, mask=is_request, other=0)
+    source = tl.where(slots < num_model, _MODEL, tl.load(counted.fill_source + row, mask=is_request, other=0))
+    source = tl.where(slots < num_drafts, source, _UNFILLED)
 
     at = source * WIDTH + slots
     ones = tl.full((BLOCK_WIDTH,), 1, tl.int64)
@@ -97,8 +101,8 @@ def count_request(counted, i_req, row, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.cons
     p_request = counted.request_counts + row * 3
     drafted = tl.sum((counts & is_reference).to(tl.int64), axis=0)
     num_accepted = tl.sum((accepted & is_reference).to(tl.int64), axis=0)
-    tl.store(p_request + 1, tl.load(p_request + 1) + drafted)
-    tl.store(p_request + 2, tl.load(p_request + 2) + num_accepted)
+    tl.store(p_request + 1, tl.load(p_request + 1, mask=is_request, other=0) + drafted, mask=is_request)
+    tl.store(p_request + 2, tl.load(p_request + 2, mask=is_request, other=0) + num_accepted, mask=is_request)
 
 
 def count_steps(request_counts: torch.Tensor, num_sampled: torch.Tensor, idx_mapping: torch.Tensor) -> None:

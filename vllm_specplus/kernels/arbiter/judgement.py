@@ -46,6 +46,7 @@ from vllm_specplus.kernels.drafts import Limits, load_limit
 from vllm_specplus.kernels.ngram import Texts
 from vllm_specplus.kernels.sizes import next_power_of_2
 
+_NOTHING = Counted(None, None, None, None, None, None, None)
 _BLOCK_KEYS = next_power_of_2(NUM_KEYS.value)
 _BLOCK_RECORDS = tl.constexpr(next_power_of_2(NUM_RECORDS.value))
 _MODEL = tl.constexpr(sources.MODEL)
@@ -94,7 +95,7 @@ def judge_and_offer(
             model_drafts.stride(0),
             num_passes,
             state.tallies,
-            counted,
+            counted or _NOTHING,
             state.sizes,
             BLOCK_KEYS=_BLOCK_KEYS,
             num_warps=1,
@@ -117,7 +118,7 @@ def _judge_kernel(
     drafts_stride,
     num_passes,
     tallies,  # Tallies, changed in place
-    counted,  # Counted, changed in place; or None
+    counted,  # Counted, changed in place; all None if nothing is counted
     sizes,  # Sizes
     BLOCK_KEYS: tl.constexpr,
 ):
@@ -128,8 +129,8 @@ def _judge_kernel(
         _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_new_ptr, row, sizes)
         p_drafts = drafts_ptr + i_req * drafts_stride
         _offer_model(offers, credits_ptr, limits, p_drafts, num_passes, tallies, i_req, row, sizes)
-        if counted is not None:
-            count_request(counted, i_req, row, sizes.WIDTH, sizes.BLOCK_WIDTH)
+    if counted.counts is not None:
+        count_request(counted, i_req, row, sizes.WIDTH, sizes.BLOCK_WIDTH)
     tl.debug_barrier()  # all that this program has counted comes before its place among those that have ended
     if tl.atomic_add(tallies.num_ended, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()  # and what the others have counted is read after it
