@@ -586,6 +586,13 @@ V2_SEAMS = (
     *_members(_V2_STATES, "RequestState", "all_token_ids total_len req_id_to_index", "read: the requests' tokens"),
     Seam("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor.gpu", "read: the requests' tokens"),
     *_members("vllm.v1.worker.gpu.buffer_utils", "UvaBackedTensor", "gpu np", "read: the requests' options"),
+    Seam("vllm.utils.platform_utils", "is_uva_available", "called: whether kernels see the host's memory"),
+    Seam(
+        "vllm.utils.torch_utils",
+        "get_accelerator_view_from_cpu_tensor",
+        "called: kernels write into the host's memory",
+        ("cpu_tensor",),
+    ),
     *_members(
         "vllm.v1.worker.gpu.input_batch",
         "InputBatch",

@@ -68,7 +68,8 @@ def settle(accounts, prices_ptr, chains, values, passes, i_req, row, sizes):
     is_made = steps < passes
     with_pass = tl.sum(tl.where(steps[None, :] == steps[:, None] + 1, values[None, :], 0), axis=1)
     gain = tl.where(is_made, with_pass - values, 0)
-    at = class_of_history(chains) * sizes.NUM_STEPS + steps
+    of_history = class_of_history(chains)
+    at = of_history * sizes.NUM_STEPS + steps
     one = tl.full([sizes.BLOCK_STEPS], 1, tl.int64)
     tl.atomic_add(gains.sums + at, gain, mask=is_made, sem="relaxed")
     tl.atomic_add(gains.trials + at, one, mask=is_made, sem="relaxed")
@@ -99,7 +100,7 @@ def settle(accounts, prices_ptr, chains, values, passes, i_req, row, sizes):
     is_drafting = is_awake & (load_limit(accounts.planning, i_req) > 0)
     one = tl.full((), 1, tl.int64)
     tl.atomic_add(accounts.tallies.num_awake, one, mask=is_awake, sem="relaxed")
-    tl.atomic_add(accounts.tallies.num_drafting + class_of_history(chains), one, mask=is_drafting, sem="relaxed")
+    tl.atomic_add(accounts.tallies.num_drafting + of_history, one, mask=is_drafting, sem="relaxed")
     return credit
 
 
