@@ -27,6 +27,8 @@ hindsight   for each step the best of these, and of a match behind each number o
             and the fewest passes: no drafter can do better
 ==========  ============================================================================================
 
+An engine knows which tokens end a text. Here they are those that end several outputs and stand within none.
+
 The drafts are made by the product's own matchers. A replay that gives another text than the output ends the run.
 """
 
@@ -34,6 +36,7 @@ import argparse
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -186,6 +189,13 @@ def _trace(row: Any, number: int, passes: int) -> Trace:
     return Trace(str(number), kind, name, np.concatenate((prompt, output)), len(prompt), drafts, reference)
 
 
+def stop_token_ids(traces: Sequence[Trace]) -> list[int]:
+    """The tokens that end a text, most frequent first: each ends two outputs or more, and stands within none."""
+    ends = Counter(int(trace.output[-1]) for trace in traces)
+    within = set(np.concatenate([trace.output[:-1] for trace in traces]).tolist())
+    return [token_id for token_id, number in ends.most_common() if number > 1 and token_id not in within]
+
+
 def histories(trace: Trace) -> Iterator[History]:
     """The history of the trace as it stands when each output token is known."""
     for i in range(len(trace.output)):
@@ -320,6 +330,7 @@ def replay_adaptive(
         max_num_reqs=1,
         num_model_steps=setting.passes,
         num_speculative_tokens=setting.width,
+        stop_token_ids=dict.fromkeys((trace.req_id for trace in traces), stop_token_ids(traces)),
     )
     pace, costs = Pace(), Costs(1.0, setting.slot_cost, setting.draft_cost, setting.draft_cost)
     limit = np.array([setting.width])

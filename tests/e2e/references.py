@@ -73,6 +73,22 @@ def check_sums(e: Engine) -> dict[str, int]:
     return {source: sum(row) for source, row in found["accepted"].items()}
 
 
+def check_that_drafts_end_with_the_text(e: Engine, prompt: list[int], text: list[int]) -> None:
+    """Nothing is drafted behind a token that ends the text, though the reference goes on.
+
+    Args:
+        e: a new engine that drafts from references alone.
+        prompt: what is asked.
+        text: what comes of it where nothing ends it.
+    """
+    size = 1 + max(text.index(token) for token in text)  # its last token is a new one
+    reference = {"sp_advice_prompt_token_ids": text[:size] + text}
+    (found,) = ask(e, [prompt], [reference], max_tokens=size + 40, stop_token_ids=[text[size - 1]])
+    assert found == text[:size]
+    counts = stats(e)
+    assert sum(counts["drafted"]["reference"]) == sum(counts["accepted"]["reference"]) > 0
+
+
 def check_padding(model: Path, draft: Path) -> None:
     """Check that padding counts as unfilled: vLLM pads the first step of a request with one token left to compute."""
     prompts = [*PROMPTS[:2], *([token] for token in PROMPTS[2][:3])]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ _ROOT = Path(__file__).parents[2]
 STEPS = 3
 
 
-def make_drafter(**options: bool) -> AdaptiveDrafter:
+def make_drafter(**options: Any) -> AdaptiveDrafter:
     return AdaptiveDrafter({}, max_num_reqs=4, num_model_steps=STEPS, num_speculative_tokens=4, **options)
 
 
@@ -102,6 +103,61 @@ def test_offers_to_a_request_whose_name_begins_anew_are_withdrawn() -> None:
     drafter.plan(history(a=[1, 2, 5, 5, 5]), np.array([4]), [None])
     assert trials(drafter) == before > 0
     np.testing.assert_array_equal(drafter.arbiter._credits, credit)
+
+
+class Copies:
+    """Goes on with the same tokens in any text."""
+
+    def __init__(self, token_ids: list[int]):
+        self._token_ids = token_ids
+
+    def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
+        num_reqs = len(history.req_ids)
+        token_ids = np.array([self._token_ids] * num_reqs, np.int32)
+        lengths = np.minimum(max_drafts, len(self._token_ids)).astype(np.int32)
+        return Match(token_ids, lengths, np.full(num_reqs, 30, np.int32))
+
+
+def test_nothing_is_drafted_that_ends_a_text_or_would_stand_behind() -> None:
+    stops = {"a": [9], "b": [8, 6, 7], "c": [1, 2, 3, 4, 6], "d": []}
+    options = {"num_model_steps": 0, "num_speculative_tokens": 4, "stop_token_ids": stops}
+    drafter = AdaptiveDrafter({NGRAM: Copies([5, 6, 7, 9])}, max_num_reqs=4, **options)
+    texts, limits = history(a=[1], b=[1], c=[1], d=[1]), np.full(4, 4)
+    drafter.plan(texts, limits, [None] * 4)
+    drafts = drafter.draft(texts, limits, np.empty((4, 0), np.int32)).to_lists()
+    # The third has more such tokens than there is room for.
+    assert drafts == [[5, 6, 7], [5], [5, 6, 7, 9], [5, 6, 7, 9]]
+
+
+def test_no_copy_follows_a_token_of_the_models_that_ends_a_text() -> None:
+    options = {"num_model_steps": STEPS, "num_speculative_tokens": 4, "stop_token_ids": {"a": [7]}}
+    drafter = AdaptiveDrafter({NGRAM: Copies([5])}, max_num_reqs=1, **options)
+    for model, expected in (([3, 3, 7], [1, 1, 1, 0, 0]), ([7, 3, 3], [1, 0, 0, 0, 0])):
+        drafter.plan(history(a=[1]), np.array([4]), [None])
+        drafter.draft(history(a=[1]), np.array([4]), np.array([model]))
+        assert drafter.arbiter._offers.lengths[drafter.arbiter._rows[0]].tolist() == expected
+
+
+def test_a_reference_ends_where_it_says_that_the_text_does() -> None:
+    reference = ReferenceText(np.arange(1, 9, dtype=np.int32), edit=False, min_ngram_size=1, max_ngram_size=3)
+    options = {"num_model_steps": 0, "num_speculative_tokens": 4, "stop_token_ids": {"a": [5]}}
+    drafter = AdaptiveDrafter({}, max_num_reqs=1, **options)
+    begun = History(["a"], np.array([[1, 2]], np.int32), np.array([2]), np.array([0]))
+    drafter.plan(begun, np.array([4]), [reference])
+    assert drafter.draft(begun, np.array([4]), np.empty((1, 0), np.int32)).to_lists() == [[3, 4]]
+
+
+def test_what_ends_a_text_is_read_anew_with_a_name_that_begins_anew() -> None:
+    stops = {"a": [5]}
+    options = {"num_model_steps": 0, "num_speculative_tokens": 2, "stop_token_ids": stops}
+    drafter = AdaptiveDrafter({NGRAM: Copies([5, 6])}, max_num_reqs=1, **options)
+    found = []
+    for now in ([5], [6]):
+        stops["a"] = now
+        drafter.withdraw(["a"])
+        drafter.plan(history(a=[1]), np.array([2]), [None])
+        found.append(drafter.draft(history(a=[1]), np.array([2]), np.empty((1, 0), np.int32)).to_lists())
+    assert found == [[[]], [[5]]]
 
 
 def test_limits_above_the_slots_count_as_the_slots() -> None:

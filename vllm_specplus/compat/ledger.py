@@ -223,6 +223,12 @@ REQUEST_SEAMS = (
         "calls the class that checks requests",
     ),
     Seam("vllm.sampling_params", "SamplingParams.extra_args", "read and set: a request's options"),
+    *_members(
+        "vllm.sampling_params",
+        "SamplingParams",
+        "all_stop_token_ids eos_token_id",
+        "read: drafts that are chosen by what they earn end before these",
+    ),
     Seam("vllm.sampling_params", "SamplingParams.__repr__", "wrapped: a log shows the lengths of references alone"),
     Seam(
         "vllm.logging_utils.dump_input",

@@ -53,6 +53,8 @@ MAX_GAIN_TRIALS = 16
 PRIOR_GAIN = ONE * 3 // 10  # what a pass is expected to add
 PRIOR_GAIN_TRIALS = 2  # one less for every four trials; so with half of the most trials there is none
 PASS_PERIOD = 32  # steps until passes that seem useless are made once more
+MAX_STOPS = 4  # tokens known to end a request's text; any others are taken for common ones
+NO_TOKEN = -1
 NO_CHAIN = -1
 ALL_CHAINS = -1  # of a start, a bit for each
 NO_OFFERS = -1
@@ -69,6 +71,7 @@ class Offers(NamedTuple):
     model: [R, S] int32 drafts of the model, of which `passes` ([R] int64) were made for the request.
     chains: [R, C, K] int32; lengths, agreed: [R, C] int32, tokens of each chain, and how many before them agree.
     starts, sources: [C] int64, how many of the model's drafts a chain follows, and its source, of `sources.py`.
+    stops: [R, MAX_STOPS] int32, the tokens that end each request's text, and NO_TOKEN behind them. No chain has one.
     is_blind: whether nothing may depend on the model's drafts that might be left out because of it.
     """
 
@@ -79,6 +82,7 @@ class Offers(NamedTuple):
     agreed: np.ndarray
     starts: np.ndarray
     sources: np.ndarray
+    stops: np.ndarray
     is_blind: bool
 
 
@@ -181,6 +185,15 @@ _LENGTH_CLASS = np.searchsorted([1, 2, 3, 4, 5, 6, 7, 9, 13, 21, 37], np.arange(
 def length_class(length: int) -> int:
     """The class of an agreement of some tokens."""
     return _LENGTH_CLASS[min(length, len(_LENGTH_CLASS) - 1)]
+
+
+@compiled(allocates=False, forceinline=True)
+def _is_stop(offers: Offers, row: int, token_id: int) -> bool:
+    """Whether a token ends a request's text."""
+    found = False
+    for k in range(MAX_STOPS):
+        found |= offers.stops[row, k] == token_id
+    return found
 
 
 @compiled(allocates=False, forceinline=True)
@@ -906,6 +919,7 @@ def _offers_in(state: np.ndarray) -> Offers:
         nb.carray(to_pointer(state[_OFFERS + 4]), (num_rows, num_chains), np.int32),
         nb.carray(to_pointer(state[_OFFERS + 5]), num_chains, np.int64),
         nb.carray(to_pointer(state[_OFFERS + 6]), num_chains, np.int64),
+        nb.carray(to_pointer(state[_OFFERS + 7]), (num_rows, MAX_STOPS), np.int32),
         state[_SIZES + 4] != 0,
     )
 
@@ -1018,13 +1032,18 @@ def begin_step(state: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray,
 def offer(
     state: np.ndarray, rows: np.ndarray, c: int, token_ids: np.ndarray, num_tokens: np.ndarray, match_len: np.ndarray
 ) -> None:
-    """Offer a chain to each request; see `Arbiter.offer`."""
+    """Offer a chain to each request, up to where the text ends; see `Arbiter.offer`."""
     offers = _offers_in(state)
     for i in range(len(rows)):
         row, length = rows[i], min(num_tokens[i], offers.chains.shape[2])
-        for n in range(length):
+        for place in range(offers.starts[c]):
+            if _is_stop(offers, row, offers.model[row, place]):
+                length = 0
+        n = 0
+        while n < length and not _is_stop(offers, row, token_ids[i, n]):
             offers.chains[row, c, n] = token_ids[i, n]
-        offers.lengths[row, c], offers.agreed[row, c] = length, match_len[i]
+            n += 1
+        offers.lengths[row, c], offers.agreed[row, c] = n, match_len[i]
 
 
 @compiled()

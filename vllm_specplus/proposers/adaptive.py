@@ -1,6 +1,7 @@
 """Drafts what earns most: the matchers, the references and the draft model offer, and the arbiter chooses."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class AdaptiveDrafter:
         max_num_reqs: requests that have state at the same time.
         num_model_steps: S, the most passes of the draft model; 0 = there is none.
         num_speculative_tokens: K, the slots of a request.
-        is_blind: as the arbiter's.
+        is_blind, stop_token_ids: as the arbiter's.
         makes_all_passes: whether each step has all passes, as data-parallel ranks must agree on their number.
     """
 
@@ -44,6 +45,7 @@ class AdaptiveDrafter:
         num_speculative_tokens: int,
         is_blind: bool = False,
         makes_all_passes: bool = False,
+        stop_token_ids: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self._matchers = matchers
         self._num_slots = num_speculative_tokens
@@ -58,6 +60,7 @@ class AdaptiveDrafter:
             sources=sources,
             starts=starts,
             is_blind=is_blind,
+            stop_token_ids=stop_token_ids,
         )
 
     def set_prices(self, prices: Prices) -> None:

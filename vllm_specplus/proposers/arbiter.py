@@ -44,6 +44,9 @@ Where chains differ, at most one is right. So the chance of a token is that amon
 other one are not both right. Chains know of each other, though: a copy that has gone on for long is seldom left for a
 guess. So a third record says of each source how often it was right there, in all requests together.
 
+A token that ends the text needs no draft: without one the step would give it just as well. Nothing follows it. So each
+chain ends before such a token. A request may name more of them than there is room for; then some are drafted.
+
 Passes of the draft model are bought in the same way. What the k-th pass adds to the best chain's value is averaged, by
 the agreement that speaks for the history. Where it adds less than it costs, it is left out, but for a step now and
 then. That step comes the sooner the less is known of the pass. In between the text tells of the first pass left out. It
@@ -61,8 +64,9 @@ All arithmetic is in integers, in units of 1 / `ONE` tokens. So every rank decid
 these results bit for bit.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -257,6 +261,7 @@ class Arbiter:
         starts: of each chain, how many of the model's drafts it follows, 0 to S.
         is_blind: whether the model's drafts are sampled and verified by their distribution. The choice then uses only
             what was known before they were drawn, or verification would change the distribution of the text.
+        stop_token_ids: by request, the tokens that end its text, the most likely ones first; read when it begins.
     """
 
     def __init__(
@@ -268,6 +273,7 @@ class Arbiter:
         sources: Sequence[int],
         starts: Sequence[int],
         is_blind: bool = False,
+        stop_token_ids: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         # numba, imported before a vLLM CPU worker has started, breaks that worker.
         from vllm_specplus.proposers import _arbiter
@@ -289,8 +295,10 @@ class Arbiter:
             agreed=np.zeros((max_num_reqs, num_chains), np.int32),
             starts=np.array(starts, np.int64),
             sources=np.array(sources, np.int64),
+            stops=np.full((max_num_reqs, _arbiter.MAX_STOPS), _arbiter.NO_TOKEN, np.int32),
             is_blind=is_blind,
         )
+        self._stop_token_ids = stop_token_ids
         self._record = _arbiter.Record(*np.zeros((3, max_num_reqs, _arbiter.NUM_RECORDS), np.int64))
         self._opposed = _arbiter.Record(*np.zeros((3, 1, _arbiter.NUM_RECORDS), np.int64))
         self._offer_positions = np.full(max_num_reqs, _arbiter.NO_OFFERS, np.int64)
@@ -363,8 +371,8 @@ class Arbiter:
             RuntimeError: more requests have state than there is room for.
         """
         self._rows, new = self._state_rows.assign(history.req_ids)
-        for row in new:
-            self._begin_request(row)
+        for req_id, row in new:
+            self._begin_request(req_id, row)
         for req_id in without_drafts:
             if (idle := self._state_rows.find(req_id)) is not None:
                 self._credits[idle] = ASLEEP
@@ -462,16 +470,23 @@ class Arbiter:
         for req_id in req_ids:
             if (row := self._state_rows.find(req_id)) is not None:
                 self._offer_positions[row] = self._compiled.NO_OFFERS
+                self._set_stops(req_id, row)
 
     def retain(self, req_ids: Collection[str]) -> None:
         """Drop the state of every request that is not named."""
         self._state_rows.retain(req_ids)
 
-    def _begin_request(self, row: int) -> None:
+    def _begin_request(self, req_id: str, row: int) -> None:
         self._offer_positions[row] = self._compiled.NO_OFFERS
+        self._set_stops(req_id, row)
         for numbers in self._record:
             numbers[row] = 0
         self._credits[row] = self._beginning_credit(len(self._rows))
+
+    def _set_stops(self, req_id: str, row: int) -> None:
+        token_ids = self._stop_token_ids.get(req_id, ())[: self._compiled.MAX_STOPS]
+        stops = self._offers.stops[row]
+        stops[: len(token_ids)], stops[len(token_ids) :] = token_ids, self._compiled.NO_TOKEN
 
     def _beginning_credit(self, num_reqs: int) -> int:
         return self._account.allowance(num_reqs) if self.num_model_steps else ASLEEP

@@ -111,14 +111,14 @@ class StateRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def assign(self, req_ids: Sequence[str]) -> tuple[np.ndarray, list[int]]:
-        """[B] int64, the row of each request; and those of them that have just been given to a new request.
+    def assign(self, req_ids: Sequence[str]) -> tuple[np.ndarray, list[tuple[str, int]]]:
+        """[B] int64, the row of each request; and the new requests, each with the row that it has just been given.
 
         Raises:
             RuntimeError: more requests have state than there is room for.
         """
         rows = self._rows
-        new: list[int] = []
+        new: list[tuple[str, int]] = []
         try:
             return np.array([rows[req_id] for req_id in req_ids], np.int64), new
         except KeyError:
@@ -132,7 +132,7 @@ class StateRows:
                     "retain() with the unfinished requests first"
                 )
             rows[req_id] = self._free.pop()
-            new.append(rows[req_id])
+            new.append((req_id, rows[req_id]))
         return np.array([rows[req_id] for req_id in req_ids], np.int64), new
 
     def find(self, req_id: str) -> int | None:

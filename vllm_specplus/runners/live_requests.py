@@ -60,6 +60,7 @@ class LiveRequests:
 
     Attributes:
         counts: of requests that asked for them.
+        stop_token_ids: with `adaptive`, of every running request, the tokens that end its text, end-of-sequence first.
         faults: of the plugin's own code, and the requests that have no drafts because of one.
     """
 
@@ -70,6 +71,7 @@ class LiveRequests:
         self._warns = self._warns_of_cuts = warns
         self._requests: dict[str, LiveRequest] = {}
         self.counts = RequestCounts()
+        self.stop_token_ids: dict[str, list[int]] = {}
         self.faults = Faults(logs=warns)
 
     def __len__(self) -> int:
@@ -107,11 +109,13 @@ class LiveRequests:
             new_requests: vLLM's ``NewRequestData``.
         """
         for new in new_requests:
+            if self._options.adaptive and new.sampling_params is not None:
+                self.stop_token_ids[new.req_id] = _stop_token_ids(new.sampling_params)
             wire = (getattr(new.sampling_params, "extra_args", None) or {}).get(RESOLVED_ENTRY)
             current = self._requests.get(new.req_id)
             if current is not None and current.wire == wire:
                 continue
-            self.finish([new.req_id])
+            self._end(new.req_id)
             if wire is not None:
                 with self.faults.caught("requests"):
                     self._begin(new.req_id, wire)
@@ -147,16 +151,25 @@ class LiveRequests:
 
     def finish(self, req_ids: Collection[str]) -> None:
         """Remove requests that have ended; unknown ids are ignored."""
-        self.faults.finish(req_ids)
         for req_id in req_ids:
-            request = self._requests.pop(req_id, None)
-            if request is not None and request.counts_key is not None:
-                self.counts.finish(request.counts_key)
+            self.stop_token_ids.pop(req_id, None)
+            self._end(req_id)
+
+    def _end(self, req_id: str) -> None:
+        self.faults.finish([req_id])
+        request = self._requests.pop(req_id, None)
+        if request is not None and request.counts_key is not None:
+            self.counts.finish(request.counts_key)
 
     def sizes(self) -> dict[str, int]:
         """Entries of each kind; all zero when nothing runs and all counts have been collected."""
         references = sum(request.reference is not None for request in self._requests.values())
         return {"requests": len(self._requests), "references": references, "request_counts": len(self.counts)}
+
+
+def _stop_token_ids(sampling_params: Any) -> list[int]:
+    """The tokens that end a request's text; that of the end of a sequence, if it does, is the first."""
+    return sorted(sampling_params.all_stop_token_ids, key=lambda token_id: token_id != sampling_params.eos_token_id)
 
 
 class OptionsTracker:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import PROMPTS, engine, marked
-from tests.e2e.references import ask, asking, check_sums, stats
+from tests.e2e.references import ask, asking, check_sums, check_that_drafts_end_with_the_text, stats
 from tests.e2e.v1.test_sampling import STRUCTURED, check_structured_output
 from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.runners.step_prices import StepPrices
@@ -135,3 +135,8 @@ def test_a_wrong_reference_is_soon_left_alone(config: dict[str, Any], trained: P
         assert check_sums(e)["reference"] == 0
     # Without a choice each step would draft 16.
     assert drafted < 0.5 * 4 * len(PROMPTS) * 96
+
+
+def test_drafts_end_with_the_text(trained: Path, base: dict[Path, Texts]) -> None:
+    with engine(trained, CONFIGS["naive"]) as e:
+        check_that_drafts_end_with_the_text(e, PROMPTS[0], base[trained]["greedy"][0])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import engine
-from tests.e2e.references import ask, check_sums, stats
+from tests.e2e.references import ask, check_sums, check_that_drafts_end_with_the_text, stats
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.proposers.draft_widths import DraftWidths, Plan
@@ -138,3 +138,9 @@ def test_a_wrong_reference_is_soon_left_alone(trained: Path, base: dict[Path, Te
         assert check_sums(e)["reference"] == 0
     # Without a choice each step would draft 12.
     assert drafted < 0.5 * 2 * len(TWO) * MAX_TOKENS
+
+
+def test_drafts_end_with_the_text(trained: Path, base: dict[Path, Texts]) -> None:
+    """With asynchronous scheduling a step would come behind the end, whose drafts count too."""
+    with engine(trained, CONFIGS["naive"]) as e:
+        check_that_drafts_end_with_the_text(e, TWO[0], base[trained]["greedy"][0])

@@ -91,6 +91,7 @@ class Pair:
             np.zeros(shape, np.int32),
             np.array(starts, np.int64),
             np.array(sources, np.int64),
+            np.full((NUM_ROWS, spec.MAX_STOPS), spec.NO_TOKEN, np.int32),
             is_blind,
         )
         by_length = (spec.NUM_LENGTHS, num_steps)

@@ -80,9 +80,10 @@ class Pair:
     Args:
         texts: of each place of the batch; None is a place without a request.
         model: [B][passes], the model's drafts for each place.
+        stops: of each place, the tokens that end its text; those that are left out have none.
     """
 
-    def __init__(self, texts, model, *, num_steps, width, matchers=(NGRAM,), asleep=(), seed=0):
+    def __init__(self, texts, model, *, num_steps, width, matchers=(NGRAM,), asleep=(), seed=0, stops=()):
         self.random = np.random.default_rng(seed)
         self.texts, self.num_steps, self.width, self.matchers = texts, num_steps, width, matchers
         self.num_rows = len(texts) + 2
@@ -95,6 +96,8 @@ class Pair:
             field.copy_(torch.from_numpy(self.random.integers(-9, 9, field.shape)))
         self.kernels.offers.passes.clamp_(0, num_steps)
         self.kernels.offers.lengths.clamp_(0, width)
+        for row, tokens in zip(self.rows, stops, strict=False):
+            self.kernels.offers.stops[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         arrays = [field.clone().numpy() for field in self.kernels.offers]
         self.offers = spec.Offers(*arrays, is_blind=False)
         self.offers.passes[self.rows[self.is_request]] = 0
@@ -196,8 +199,10 @@ def batches(draw):
     num_steps, width = draw(st.integers(0, 3)), draw(st.integers(1, 8))
     num_passes = draw(st.just(num_steps) | st.integers(0, num_steps))
     min_size = draw(st.sampled_from([1, 1, 2, 3]))
+    stops = st.lists(tokens, max_size=2) | st.just([])
     return {
         "texts": texts,
+        "stops": [draw(stops) for _ in texts],
         "model": [draw(st.lists(tokens, min_size=num_passes, max_size=num_passes)) for _ in texts],
         "num_steps": num_steps,
         "width": width,
@@ -237,14 +242,18 @@ TEXT = [1, 2, 3, 4, 5, 1, 2, 9, 1, 2]
         pytest.param([], [6, 6], {}, [([], 0), ([], 0), ([6, 6], 1)], id="the model's drafts alone"),
         pytest.param([7, 8] * 2, [7, 8], {"cap": 3}, [([7, 8] * 2, 2), ([8, 7, 8], 3), ([7, 8], 4)], id="period"),
         pytest.param([7, 8] * 2, [7, 8], {"width": 1}, [([7], 2), ([], 0), ([], 0)], id="one slot"),
+        pytest.param(TEXT, [3], {"stops": [[5, 2]]}, [([9, 1], 2), ([4], 3), ([], 0)], id="before a stop"),
+        pytest.param(TEXT, [3], {"stops": [[3]]}, [([9, 1, 2, 9], 2), ([], 0), ([], 0)], id="behind a stop"),
     ],
 )
 def test_expected_chains(text, model, options, expected):
-    options = {"width": 4, "asleep": [], "limit": 4, "cap": 64} | options
-    pair = Pair([text], [model], num_steps=2, width=options["width"], asleep=options["asleep"])
+    options = {"width": 4, "asleep": [], "limit": 4, "cap": 64, "stops": []} | options
+    of_pair = {name: options[name] for name in ("width", "asleep", "stops")}
+    pair = Pair([text], [model], num_steps=2, **of_pair)
     pair.offer_model()
     pair.offer_ngrams([options["limit"]], (1, 5), options["cap"])
-    assert [pair.chain(0, start) for start in range(3)] == expected
+    found = [pair.chain(0, start) for start in range(3)]
+    assert [(tokens, agreed if tokens else 0) for tokens, agreed in found] == expected
 
 
 @pytest.mark.parametrize(("size", "agreed"), [(60, 61), (63, 64), (64, 64), (90, 64)])
@@ -293,8 +302,9 @@ def test_more_tokens_than_a_row_holds():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_any_chain(dtype):
-    pair = Pair([[], None, [], []], [[]] * 4, num_steps=1, width=5, seed=3)
-    token_ids = torch.from_numpy(pair.random.integers(0, 99, (2, 4, 7))).to(dtype)[:, :, 1:5]
+    stops = [[1], [0], [0, 2], []]
+    pair = Pair([[], None, [], []], [[]] * 4, num_steps=1, width=5, seed=3, stops=stops)
+    token_ids = torch.from_numpy(pair.random.integers(0, 9, (2, 4, 7))).to(dtype)[:, :, 1:5]
     lengths, agreed = np.array([[2, 3, 0, 4], [1, 0, 4, 2]], np.int32), np.array([[5, 6, 7, 0], [8] * 4], np.int32)
     pair.kernels.offers.passes.copy_(torch.from_numpy(pair.offers.passes))
     for number, chains in ((1, [1]), (2, [0, 2]), (0, [])):
@@ -324,8 +334,10 @@ class Steps:
         self.random = np.random.default_rng(seed)
         self.num_steps, self.width, self.vocab_size = num_steps, width, vocab_size
         self.sizes = {"min_ngram_size": sizes[0], "max_ngram_size": sizes[1], "match_len_cap": 64}
+        self.stops: dict[str, list[int]] = {}
         self.drafter = AdaptiveDrafter(
             {NGRAM: NgramMatcher(self.NUM_ROWS, MAX_LEN, **self.sizes)},
+            stop_token_ids=self.stops,
             max_num_reqs=self.NUM_ROWS,
             num_model_steps=num_steps,
             num_speculative_tokens=width,
@@ -353,6 +365,7 @@ class Steps:
             name = f"request {self.num_requests}"
             self.num_requests += 1
             self.texts[name], self.rows[name] = self.tokens(self.random.integers(0, 20)), row
+            self.stops[name] = self.tokens(1) if self.random.random() < 0.5 else []
             self.new.append(name)
 
     def step(self):
@@ -379,6 +392,8 @@ class Steps:
         for name in self.new:
             self.state.offer_positions[self.rows[name]] = spec.NO_OFFERS
             self.state.credits[self.rows[name]] = self.credit(name)
+            stops = [*self.stops[name], *[spec.NO_TOKEN] * spec.MAX_STOPS][: spec.MAX_STOPS]
+            self.state.offers.stops[self.rows[name]] = torch.tensor(stops, dtype=torch.int32)
             for numbers in self.state.record:
                 numbers[self.rows[name]] = 0
         self.new = []

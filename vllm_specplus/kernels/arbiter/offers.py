@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplus.kernels.arbiter.state import State, check_texts
+from vllm_specplus.kernels.arbiter.state import MAX_STOPS, State, check_texts
 from vllm_specplus.kernels.checks import check_vector, describe
 from vllm_specplus.kernels.drafts import Limits
 from vllm_specplus.kernels.ngram import (
@@ -33,7 +33,7 @@ def offer_chains(
     first_chain: int = 0,
     chains_per_start: int = 1,
 ) -> None:
-    """Offer chains that somebody else has made, N to each request.
+    """Offer chains that somebody else has made, N to each request. Each ends before a token that ends the text.
 
     Args:
         state: `chains`, `lengths` and `agreed` of its `offers` are changed in place.
@@ -108,12 +108,15 @@ def _offer_kernel(
     row = tl.load(idx_mapping_ptr + i_req).to(tl.int64)
     i_given = i_chain * tl.num_programs(0) + i_req
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + i_given), 0), num_columns)
-    length = tl.where(row >= 0, length, 0)
-    at = row * sizes.NUM_CHAINS + first_chain + i_chain * chains_per_start
+    chain = first_chain + i_chain * chains_per_start
+    is_open = tl.load(offers.starts + chain) <= _num_before_stop(offers, row, sizes)
+    length = tl.where((row >= 0) & is_open, length, 0)
+    at = row * sizes.NUM_CHAINS + chain
     slots = tl.arange(0, sizes.BLOCK_WIDTH)
-    is_token = slots < length
     p_tokens = tokens_ptr + i_chain * chain_stride + i_req * request_stride
-    tokens = tl.load(p_tokens + slots, mask=is_token, other=0)
+    tokens = tl.load(p_tokens + slots, mask=slots < length, other=0)
+    length = tl.minimum(length, tl.min(tl.where(_is_stop(offers, row, tokens), slots, sizes.BLOCK_WIDTH), axis=0))
+    is_token = slots < length
     tl.store(offers.chains + at * sizes.WIDTH + slots, tokens.to(tl.int32), mask=is_token)
     tl.store(offers.lengths + at, length, mask=row >= 0)
     tl.store(offers.agreed + at, tl.load(agreed_ptr + i_given), mask=row >= 0)
@@ -280,13 +283,15 @@ def write_matches(
     is_read = splits < tl.where(rooms > 0, num_written, 0)[:, None]
     p_keys = keys_ptr + (i_req * (sizes.NUM_STEPS + 1) + starts[:, None]) * num_splits
     found = end_of_key(tl.max(tl.load(p_keys + splits, mask=is_read, other=0), axis=1), match_sizes.TAKES_FIRST)
-    lengths = tl.where(found > 0, rooms, 0)
+    lengths = tl.where((found > 0) & (starts <= _num_before_stop(offers, row, sizes)), rooms, 0)
 
     # Behind the last token the copy goes on with the tokens it has copied.
     slots = tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
     is_token = slots < lengths[:, None]
     copied = found[:, None] + slots % tl.maximum(ends - found, 1)[:, None]
     tokens = load_tokens(p_text, p_drafts, copied, num_tokens, is_token, sizes.NUM_STEPS)
+    stops = tl.where(_is_stop(offers, row, tokens), slots, sizes.BLOCK_WIDTH)
+    lengths = tl.minimum(lengths, tl.min(stops, axis=1))
 
     back = tl.arange(0, match_sizes.BLOCK_CAP)[None, :]
     at = found[:, None] - 1 - back
@@ -297,9 +302,28 @@ def write_matches(
 
     chains = row * sizes.NUM_CHAINS + match_sizes.FIRST_CHAIN + starts * match_sizes.CHAINS_PER_START
     is_chain = starts < tl.where(is_request, sizes.NUM_STEPS + 1, 0)
-    tl.store(offers.chains + chains[:, None] * sizes.WIDTH + slots, tokens, mask=is_token)
+    tl.store(offers.chains + chains[:, None] * sizes.WIDTH + slots, tokens, mask=slots < lengths[:, None])
     tl.store(offers.lengths + chains, lengths, mask=is_chain)
     tl.store(offers.agreed + chains, agreed, mask=is_chain)
+
+
+@triton.jit
+def _is_stop(offers, row, tokens):
+    """Whether each token ends a request's text; without a request anything."""
+    p_stops = offers.stops + tl.maximum(row, 0) * MAX_STOPS
+    is_stop = tokens == tl.load(p_stops)
+    for i in tl.static_range(1, MAX_STOPS):
+        is_stop |= tokens == tl.load(p_stops + i)
+    return is_stop
+
+
+@triton.jit
+def _num_before_stop(offers, row, sizes):
+    """How many of the model's first drafts stand before one that ends the text; S or more if none of them does."""
+    steps = tl.arange(0, sizes.BLOCK_STEPS)
+    is_step = steps < sizes.NUM_STEPS
+    drafts = tl.load(offers.model + tl.maximum(row, 0) * sizes.NUM_STEPS + steps, mask=is_step, other=0)
+    return tl.min(tl.where(is_step & _is_stop(offers, row, drafts), steps, sizes.BLOCK_STEPS), axis=0)
 
 
 @triton.jit

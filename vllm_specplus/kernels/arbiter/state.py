@@ -44,6 +44,8 @@ MAX_GAIN_TRIALS = tl.constexpr(16)
 PRIOR_GAIN = tl.constexpr(ONE.value * 3 // 10)
 PRIOR_GAIN_TRIALS = tl.constexpr(2)
 PASS_PERIOD = tl.constexpr(32)
+MAX_STOPS = tl.constexpr(4)
+NO_TOKEN = tl.constexpr(-1)
 NO_OFFERS = tl.constexpr(-1)
 NO_PASS = tl.constexpr(-1)
 ASLEEP = tl.constexpr(-1)
@@ -61,6 +63,7 @@ class Offers(NamedTuple):
     agreed: torch.Tensor  # [R, C] int32
     starts: torch.Tensor  # [C] int64
     sources: torch.Tensor  # [C] int64
+    stops: torch.Tensor  # [R, MAX_STOPS] int32
 
 
 class Table(NamedTuple):
@@ -182,7 +185,8 @@ def make_state(
     """The state of an arbiter that knows nothing yet, on the device of `prior`; the arguments are those of `Arbiter`.
 
     In the row of a new request `offer_positions` has to be set to NO_OFFERS, and `record` to 0. `credits` has to be set
-    to what it may spend, or to ASLEEP.
+    to what it may spend, or to ASLEEP. `stops` of the offers has to be set to the tokens that end its text, with
+    NO_TOKEN behind them.
 
     Args:
         max_num_reqs: R.
@@ -205,6 +209,7 @@ def make_state(
         zeros(max_num_reqs, num_chains, dtype=torch.int32),
         torch.tensor(starts, dtype=torch.int64, device=prior.device),
         torch.tensor(chain_sources, dtype=torch.int64, device=prior.device),
+        zeros(max_num_reqs, MAX_STOPS.value, dtype=torch.int32) + NO_TOKEN.value,
     )
     new_hits, new_trials, misses = (torch.zeros_like(prior) for _ in range(3))
     trials = torch.full_like(prior, PRIOR_TRIALS.value)

@@ -23,6 +23,7 @@ from vllm_specplus.proposers.ngram import NgramMatcher
 from vllm_specplus.proposers.suffix import SuffixMatcher
 from vllm_specplus.runners.arbiter_options import MATCH_LEN_CAP, arbiter_options, matching_sources
 from vllm_specplus.runners.faults import Faults, GuardedMatcher
+from vllm_specplus.runners.live_requests import LiveRequests
 from vllm_specplus.runners.v1.history import MAX_BATCHES_WITH_STATE, HostHistory
 from vllm_specplus.runners.v1.requests import RequestTracker
 from vllm_specplus.sources import SOURCES
@@ -65,12 +66,13 @@ def make_matcher(kind: str, vllm_config: Any, faults: Faults) -> Matcher:
     return GuardedMatcher(ngram, faults, vocab_size)
 
 
-def make_adaptive_drafter(vllm_config: Any, faults: Faults) -> AdaptiveDrafter:
+def make_adaptive_drafter(vllm_config: Any, live_requests: LiveRequests) -> AdaptiveDrafter:
     """Make the drafter of a config with `adaptive`."""
     sources = matching_sources(vllm_config.speculative_config.specplus)
     return AdaptiveDrafter(
-        {source: make_matcher(SOURCES[source], vllm_config, faults) for source in sources},
+        {source: make_matcher(SOURCES[source], vllm_config, live_requests.faults) for source in sources},
         max_num_reqs=MAX_BATCHES_WITH_STATE * vllm_config.scheduler_config.max_num_seqs,
+        stop_token_ids=live_requests.stop_token_ids,
         **arbiter_options(vllm_config),
     )
 
@@ -92,7 +94,7 @@ class HistoryDrafter:
         self._faults = tracker.live_requests.faults
         options: SpecPlusOptions = self._vllm_config.speculative_config.specplus
         if options.adaptive:
-            tracker.drafter = self._adaptive = make_adaptive_drafter(self._vllm_config, self._faults)
+            tracker.drafter = self._adaptive = make_adaptive_drafter(self._vllm_config, tracker.live_requests)
         elif options.method != NAIVE:
             self._matcher = make_matcher(options.method, self._vllm_config, self._faults)
 
@@ -157,7 +159,7 @@ class HybridMixin(_Proposer):
         options: SpecPlusOptions = self.vllm_config.speculative_config.specplus
         self._drafter: HybridDrafter | AdaptiveDrafter
         if options.adaptive:
-            self._drafter = tracker.drafter = make_adaptive_drafter(self.vllm_config, self._faults)
+            self._drafter = tracker.drafter = make_adaptive_drafter(self.vllm_config, tracker.live_requests)
         else:
             self._drafter = HybridDrafter(
                 make_matcher(options.mtp_strategy.removeprefix("with_"), self.vllm_config, self._faults),

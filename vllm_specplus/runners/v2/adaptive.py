@@ -15,7 +15,7 @@ import torch
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.kernels import arbiter as kernels
-from vllm_specplus.kernels.arbiter.state import NO_OFFERS, ONE
+from vllm_specplus.kernels.arbiter.state import MAX_STOPS, NO_OFFERS, NO_TOKEN, ONE
 from vllm_specplus.kernels.drafts import DraftCounts, Limits
 from vllm_specplus.proposers.adaptive import arrange_chains
 from vllm_specplus.proposers.arbiter import ASLEEP, CommonAccount, Prices, ScaledPrices, prior_chances
@@ -121,6 +121,7 @@ class AdaptiveFiller(SlotFiller):
             prior=torch.from_numpy(prior_chances()).to(self._device),
             is_blind=self._arguments["is_blind"],
         )
+        self._stops = [[NO_TOKEN.value] * MAX_STOPS.value] * self._max_num_reqs  # as in the offers
         self._totals = torch.zeros(kernels.NUM_TOTALS, dtype=torch.int64, device=self._device)
         self._num_new = self._totals[:1]
         self._totals_before = (0, 0)
@@ -179,6 +180,7 @@ class AdaptiveFiller(SlotFiller):
         self._state.offer_positions[index].fill_(NO_OFFERS.value)
         for numbers in self._state.record:
             numbers[index].fill_(0)
+        self._set_stops(index, self._requests.live_requests.stop_token_ids.get(req_id, []))
         account = self._requests.take_back(req_id)
         if account is not None:
             self._take_place(index, account.is_awake)
@@ -189,6 +191,13 @@ class AdaptiveFiller(SlotFiller):
         credit = self._account.allowance(num_reqs) if self._requests.allows_drafts(index) else ASLEEP
         self._take_place(index, credit != ASLEEP)
         self._state.credits[index].fill_(credit)
+
+    def _set_stops(self, index: int, token_ids: list[int]) -> None:
+        """Set the tokens that end a request's text; mostly those of the last one in its place."""
+        stops = (token_ids + [NO_TOKEN.value] * MAX_STOPS.value)[: MAX_STOPS.value]
+        if stops != self._stops[index]:
+            self._stops[index] = stops
+            self._state.offers.stops[index].copy_(self._copier.to_device(np.array(stops, np.int32)))
 
     def _take_place(self, index: int, is_awake: bool) -> None:
         """Another request, or none, has a request state now: reports under way do not tell of it."""
