@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs, lints and runs the tests on the vLLM of ci/constraints.txt, and the end-to-end tests marked `every_version` on
-# the other version below too. Tests marked `slow` are left out, but with `--all`. `--vllm VERSION` runs all tests on that
-# release of vLLM, slow ones too. Other arguments go to pytest. With paths among them, only those are run, slow ones too.
+# the other version below too. The kernels are compiled for a GPU with Triton 3.6 as well, which belongs to torch 2.11. Tests
+# marked `slow` are left out, but with `--all`. `--vllm VERSION` runs all tests on that release of vLLM, slow ones too. Other arguments go to pytest. With paths among them, only those are run, slow ones too.
 # Fuzz tests draw new examples in each run; SPECPLUS_FUZZ_SEED in the environment repeats those of an earlier one.
 # SPECPLUS_TEST_MODEL_STEPS and SPECPLUS_TEST_MODEL_SEED in the environment train another tiny model for them (270 steps
 # and seed 0 otherwise); the tests pass with any.
@@ -29,13 +29,19 @@ release=$other
 [[ $other == *.*.* ]] || release+=.0
 step "puts vLLM $other over the CPU build of $installed" python ci/vllm_overlay.py "$release" "$SPECPLUS_OTHER_VLLM"
 
+older_triton=3.6.0 older_triton_folder="$PWD/.venv/triton-3.6"
+install_older_triton() {
+  [[ -d $older_triton_folder/triton-$older_triton.dist-info ]] ||
+    python -m pip install --no-deps --upgrade --target "$older_triton_folder" "triton==$older_triton"
+}
+
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 code=0
 
 # Runs pytest in a process of its own: run NAME KIND VLLM ARGUMENTS. KIND is what the tests need: v1 or v2, a model
-# runner (V2's kernels run under Triton's interpreter with a stand-in backend); interpreter, that alone; none. Two kinds are
-# scripts: lint, and fuzz, a minute of each kind of input but `verify`, which has its cases among the interpreter's tests.
+# runner (V2's kernels run under Triton's interpreter with a stand-in backend); interpreter, that alone; triton, the other
+# version of Triton, to compile with; none. Two kinds are scripts: lint, and fuzz, a minute of each kind of input but `verify`, which has its cases among the interpreter's tests.
 # The interpreter has to be chosen before Triton is imported, and vLLM's CPU worker cannot start where numba has been.
 run() {
   local name=$1 kind=$2 vllm=$3 path=() select=() result=0
@@ -45,6 +51,10 @@ run() {
     v1) export VLLM_USE_V2_MODEL_RUNNER=0 && select=(-m "$fast") ;;
     v2) export VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 && path+=("$PWD/tests/triton_cpu") && select=(-m "$fast") ;;
     interpreter) export TRITON_INTERPRET=1 && select=(-m "interpreter${fast:+ and $fast}" --ignore tests/e2e) ;;
+    triton)
+      export TRITON_INTERPRET=1 && path+=("$older_triton_folder")
+      select=(-m "interpreter${fast:+ and $fast}" -k "compile and for_a_gpu")
+      ;;
     none) select=(-m "not interpreter${fast:+ and $fast}" --ignore tests/e2e) ;;
     lint)
       bash ci/lint.sh
@@ -85,6 +95,9 @@ for argument in "$@"; do
     *) if [[ -e ${argument%%::*} ]]; then others+=("$argument"); else options+=("$argument"); fi ;;
   esac
 done
+if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
+  step "installs Triton $older_triton beside" install_older_triton
+fi
 start lint lint "$installed"
 if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
   # The longest first.
@@ -93,6 +106,7 @@ if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
   start interpreter interpreter "$version" tests "${options[@]}"
   start none none "$version" tests "${options[@]}"
   if [[ $version == "$installed" ]]; then
+    start triton-3.6 triton "$installed" tests/kernels "${options[@]}"
     start "v1-on-$other" v1 "$other" tests/e2e/v1 -m every_version "${options[@]}"
     start "v2-on-$other" v2 "$other" tests/e2e/v2 -m every_version "${options[@]}"
     start fuzz fuzz "$installed"

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.requests.options import RESOLVED_ENTRY, ResolvedOptions
@@ -75,6 +76,28 @@ def test_a_request_that_asks_nothing_leaves_no_trace(params: Any) -> None:
     assert requests.get("a") is None
     assert requests.sizes() == NOTHING
     requests.finish({"a"})
+
+
+def ending(ignore_eos: bool = False, end_of_sequence: int = 5) -> SimpleNamespace:
+    """A request whose text ends with the end of a sequence, by 9, and by numbers that are no tokens."""
+    params = SamplingParams(stop_token_ids=[9, 4, 100_000, -1, 2**40], ignore_eos=ignore_eos)
+    params.update_from_generation_config({"eos_token_id": [end_of_sequence, 8]}, end_of_sequence)
+    return SimpleNamespace(req_id="a", sampling_params=params)
+
+
+def test_what_ends_a_text_is_known_while_it_runs() -> None:
+    adaptive = SpecPlusOptions(method="ngram", num_speculative_tokens=4, adaptive=True)
+    requests = LiveRequests(adaptive, model_config(), warns=True)
+    for new, expected in ((ending(), [5, 4, 8, 9]), (ending(end_of_sequence=7), [7, 4, 8, 9])):
+        requests.begin([new])
+        assert requests.stop_token_ids == {"a": expected}
+    requests.begin([ending(ignore_eos=True)])
+    assert requests.stop_token_ids["a"] == [4, 9]
+    requests.finish({"a"})
+    assert requests.stop_token_ids == {}
+    fixed = new_requests()
+    fixed.begin([ending()])
+    assert fixed.stop_token_ids == {}
 
 
 @pytest.mark.parametrize("edit", [True, False])

@@ -226,7 +226,7 @@ REQUEST_SEAMS = (
     *_members(
         "vllm.sampling_params",
         "SamplingParams",
-        "all_stop_token_ids eos_token_id",
+        "eos_token_id stop_token_ids",
         "read: drafts that are chosen by what they earn end before these",
     ),
     Seam("vllm.sampling_params", "SamplingParams.__repr__", "wrapped: a log shows the lengths of references alone"),

@@ -110,7 +110,7 @@ class LiveRequests:
         """
         for new in new_requests:
             if self._options.adaptive and new.sampling_params is not None:
-                self.stop_token_ids[new.req_id] = _stop_token_ids(new.sampling_params)
+                self.stop_token_ids[new.req_id] = _stop_token_ids(new.sampling_params, self._vocab_size)
             wire = (getattr(new.sampling_params, "extra_args", None) or {}).get(RESOLVED_ENTRY)
             current = self._requests.get(new.req_id)
             if current is not None and current.wire == wire:
@@ -167,9 +167,14 @@ class LiveRequests:
         return {"requests": len(self._requests), "references": references, "request_counts": len(self.counts)}
 
 
-def _stop_token_ids(sampling_params: Any) -> list[int]:
+def _stop_token_ids(sampling_params: Any, vocab_size: int) -> list[int]:
     """The tokens that end a request's text; that of the end of a sequence, if it does, is the first."""
-    return sorted(sampling_params.all_stop_token_ids, key=lambda token_id: token_id != sampling_params.eos_token_id)
+    # None where a request ignores it. `all_stop_token_ids` has it all the same.
+    end_of_sequence = sampling_params.eos_token_id
+    named = [end_of_sequence] if end_of_sequence is not None else []
+    named += sorted(set(sampling_params.stop_token_ids or ()).difference(named))
+    # vLLM takes any number for a token.
+    return [token_id for token_id in named if 0 <= token_id < vocab_size]
 
 
 class OptionsTracker:
