@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs, lints and runs the tests on the vLLM of ci/constraints.txt, and the end-to-end tests marked `every_version` on
 # the other version below too. The kernels are compiled for a GPU with Triton 3.6 as well, which belongs to torch 2.11. Tests
-# marked `slow` are left out, but with `--all`. `--vllm VERSION` runs all tests on that release of vLLM, slow ones too. Other arguments go to pytest. With paths among them, only those are run, slow ones too.
+# marked `slow` are left out, but with `--all`. `--vllm VERSION` runs all tests on that release of vLLM, slow ones too.
+# Other arguments go to pytest. With paths among them, only those are run, slow ones too.
 # Fuzz tests draw new examples in each run; SPECPLUS_FUZZ_SEED in the environment repeats those of an earlier one.
 # SPECPLUS_TEST_MODEL_STEPS and SPECPLUS_TEST_MODEL_SEED in the environment train another tiny model for them (270 steps
 # and seed 0 otherwise); the tests pass with any.
@@ -32,7 +33,8 @@ step "puts vLLM $other over the CPU build of $installed" python ci/vllm_overlay.
 older_triton=3.6.0 older_triton_folder="$PWD/.venv/triton-3.6"
 install_older_triton() {
   [[ -d $older_triton_folder/triton-$older_triton.dist-info ]] ||
-    python -m pip install --no-deps --upgrade --target "$older_triton_folder" "triton==$older_triton"
+    python -m pip install --no-deps --upgrade --target "$older_triton_folder" "triton==$older_triton" || return
+  PYTHONPATH=$older_triton_folder python -c "import triton; assert triton.__version__ == '$older_triton', triton"
 }
 
 reports=$(mktemp -d)
@@ -41,7 +43,8 @@ code=0
 
 # Runs pytest in a process of its own: run NAME KIND VLLM ARGUMENTS. KIND is what the tests need: v1 or v2, a model
 # runner (V2's kernels run under Triton's interpreter with a stand-in backend); interpreter, that alone; triton, the other
-# version of Triton, to compile with; none. Two kinds are scripts: lint, and fuzz, a minute of each kind of input but `verify`, which has its cases among the interpreter's tests.
+# version of Triton, to compile with; none. Two kinds are scripts: lint, and fuzz, a minute of each kind of input but
+# `verify`, which has its cases among the interpreter's tests.
 # The interpreter has to be chosen before Triton is imported, and vLLM's CPU worker cannot start where numba has been.
 run() {
   local name=$1 kind=$2 vllm=$3 path=() select=() result=0
@@ -69,8 +72,8 @@ run() {
       ;;
   esac
   PYTHONPATH=$(IFS=: && echo "${path[*]}") pytest --junitxml "$reports/$name.xml" "${select[@]}" "$@" || result=$?
-  # 5: the arguments selected nothing, as `-k` may do to one of several runs.
-  ((result == 0 || result == 5))
+  # 5: the arguments selected nothing, as `-k` may do to one of several runs. Without options that run must have tests.
+  [[ $result == 0 ]] || [[ $result == 5 && ($kind != triton || ${#options[@]} != 0) ]]
 }
 
 # Two at a time, for a machine of two cores; each shows its output when it has ended.
@@ -95,7 +98,7 @@ for argument in "$@"; do
     *) if [[ -e ${argument%%::*} ]]; then others+=("$argument"); else options+=("$argument"); fi ;;
   esac
 done
-if ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
+if [[ $version == "$installed" ]] && ((${#v1[@]} + ${#v2[@]} + ${#others[@]} == 0)); then
   step "installs Triton $older_triton beside" install_older_triton
 fi
 start lint lint "$installed"

@@ -80,6 +80,7 @@ def environment(site: Path, dry: bool) -> dict[str, str]:
 def run(args: argparse.Namespace, scratch: Path) -> int:
     """Run the stages; 1 if one fails."""
     site, model, building = scratch / "site", scratch / "model", None
+    failed: list[str] = []
     args.out.mkdir(parents=True, exist_ok=True)
     out = args.out.resolve()
     if args.dry:
@@ -88,20 +89,21 @@ def run(args: argparse.Namespace, scratch: Path) -> int:
         model = args.packed.resolve() / "model"
         try:
             prepare(args.packed, site)
-        except (OSError, subprocess.CalledProcessError, tarfile.TarError) as error:
+        except (OSError, EOFError, ValueError, KeyError, subprocess.SubprocessError, tarfile.TarError) as error:
             # The stages that need no vLLM can still tell something.
-            print(f"error: {args.packed} cannot be prepared: {error}", file=sys.stderr)
+            failed.append(f"===== preparation: {args.packed} cannot be prepared: {error!r}")
+            print(failed[0], file=sys.stderr)
         with (out / "suffix-build.log").open("wb") as log:
             building = build_suffix_trees(args.packed, site, log)
     every = stages(out, args.packed and args.packed.resolve(), site, model, args.dry)
     try:
         env = environment(site, args.dry)
-        outcomes = run_all([stage for stage in every if stage.name in args.stages], out, env, args.dry)
+        outcomes = run_all([stage for stage in every if stage.name in args.stages], out, env, args.dry, failed)
     finally:
         if building and building.poll() is None:
             building.kill()
             building.wait()
-    return int(any(not outcome.ok for outcome in outcomes))
+    return int(bool(failed) or any(not outcome.ok for outcome in outcomes))
 
 
 def main() -> int:

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import IO
 
 _ROOT = Path(__file__).parents[2]
+_MOST_SECONDS = 45.0  # that pip may take; its wheels are beside it
 
 
 def prepare(packed: Path, site: Path) -> None:
     """Install the wheels, vLLM's Python files and the plugin's entry points into `site`, to go first on PYTHONPATH.
 
     Raises:
-        subprocess.CalledProcessError: pip fails.
+        subprocess.SubprocessError: pip fails, or is not done in time.
     """
     wheels = sorted(map(str, (packed / "wheels").glob("*.whl")))
-    subprocess.run([*_pip(site), "--no-compile", "--upgrade", *wheels], check=True)
+    subprocess.run([*_pip(site), "--no-compile", "--upgrade", *wheels], check=True, timeout=_MOST_SECONDS)
     with tarfile.open(packed / "vllm.tar.gz") as archive:
         archive.extractall(site, filter="data")
     stand_in = Path(__file__).parent / "compiled_parts.py"

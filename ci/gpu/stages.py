@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,11 @@ def stages(out: Path, packed: Path | None, site: Path, model: Path, dry: bool) -
     engine = script("ci/gpu/engines.py", "--speed", str(model), str(out / "engine.json"), *flags)
     launches = str((packed or model.parent) / "launches.pickle")
     return [
-        Stage("kernels", 110.0, (script("ci/gpu/kernel_cases.py", str(out / "kernels.json"), *flags),)),
+        Stage("kernels", 100.0, (script("ci/gpu/kernel_cases.py", str(out / "kernels.json"), *flags),)),
         Stage("drafting", 40.0, (script("ci/gpu/launches.py", launches, str(out / "drafting.json"), *flags),)),
-        Stage("verify", 100.0, tuple(verify)),
-        Stage("step", 95.0, (step,)),
-        Stage("engine", 150.0, (engine,)),
+        Stage("verify", 90.0, tuple(verify)),
+        Stage("step", 85.0, (step,)),
+        Stage("engine", 135.0, (engine,)),
     ]
 
 
@@ -104,8 +104,13 @@ def run_stage(stage: Stage, out: Path, env: Mapping[str, str], dry: bool) -> Out
     return Outcome(stage.name, not problems, round(time.monotonic() - began, 1), problems)
 
 
-def run_all(chosen: list[Stage], out: Path, env: Mapping[str, str], dry: bool) -> list[Outcome]:
-    """Run stages, and write what has come out so far after each; last of all what failed, with the end of its log."""
+def run_all(
+    chosen: list[Stage], out: Path, env: Mapping[str, str], dry: bool, failed: Sequence[str] = ()
+) -> list[Outcome]:
+    """Run stages, and write what has come out so far after each; last of all what failed, with the end of its log.
+
+    failed: what has failed before them.
+    """
     outcomes: list[Outcome] = []
     for stage in chosen:
         print(f"{stage.name}: starts", flush=True)
@@ -113,7 +118,7 @@ def run_all(chosen: list[Stage], out: Path, env: Mapping[str, str], dry: bool) -
         last = outcomes[-1]
         print(f"{last.stage}: {'ok' if last.ok else 'FAILED'} in {last.seconds} s", flush=True)
         (out / "outcomes.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
-    failed = []
+    failed = [*failed]
     for outcome in outcomes:
         if not outcome.ok:
             lines = (out / f"{outcome.stage}.log").read_text(errors="replace").splitlines()[-_LOG_LINES:]

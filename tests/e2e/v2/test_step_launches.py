@@ -129,6 +129,7 @@ _SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
         ("mtp_ngram", True, True, {}, 8),
         # Four kernels that verify, and one that makes their arguments.
         ("mtp_ngram", False, False, {"verify_strategy": "topp"}, 9),
+        ("mtp_ngram", False, False, {"verify_strategy": "target_match"}, 9),
         ("mtp_ngram", False, False, {"verify_strategy": "rejection", "draft_sample_method": "probabilistic"}, 9),
         ("adaptive", False, False, {}, 4),
         ("adaptive", False, False, {"mtp_strategy": "with_suffix"}, 7),
