@@ -27,7 +27,7 @@ hindsight   for each step the best of these, and of a match behind each number o
             and the fewest passes: no drafter can do better
 ==========  ============================================================================================
 
-An engine knows which tokens end a text. Here they are those that end several outputs and stand within none.
+An engine knows which tokens end a text. Here they are those that end several outputs of the file and stand within none.
 
 The drafts are made by the product's own matchers. A replay that gives another text than the output ends the run.
 """
@@ -190,10 +190,15 @@ def _trace(row: Any, number: int, passes: int) -> Trace:
 
 
 def stop_token_ids(traces: Sequence[Trace]) -> list[int]:
-    """The tokens that end a text, most frequent first: each ends two outputs or more, and stands within none."""
-    ends = Counter(int(trace.output[-1]) for trace in traces)
-    within = set(np.concatenate([trace.output[:-1] for trace in traces]).tolist())
-    return [token_id for token_id, number in ends.most_common() if number > 1 and token_id not in within]
+    """The tokens that end a text, most frequent first: each ends several different outputs, and stands within none."""
+    outputs = {tuple(trace.output.tolist()) for trace in traces}
+    ends = Counter(output[-1] for output in outputs)
+    within = {token_id for output in outputs for token_id in output[:-1]}
+    return [
+        token_id
+        for token_id, number in sorted(ends.items(), key=lambda end: (-end[1], end[0]))
+        if number > 1 and token_id not in within
+    ]
 
 
 def histories(trace: Trace) -> Iterator[History]:

@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "replay.py"
+sys.path.append(str(SCRIPT.parent))
+import replay  # noqa: E402
+
 PERIOD = [5, 6, 7, 8, 9]
 
 
@@ -119,3 +123,13 @@ def test_a_bad_file_gets_one_line(traces: Any, message: str, tmp_path: Path) -> 
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_what_ends_a_text_is_read_off_the_outputs() -> None:
+    """7 ends two of them. 6 stands within one, 5 ends one alone, and the same text twice counts once."""
+
+    def traces_of(*outputs: list[int]) -> list[replay.Trace]:
+        return [replay.Trace(str(i), "kind", "name", np.array(output), 0, [], None) for i, output in enumerate(outputs)]
+
+    assert replay.stop_token_ids(traces_of([1, 2, 7], [2, 6, 7], [3, 6], [4, 6], [1, 5])) == [7]
+    assert replay.stop_token_ids(traces_of([1, 2, 7], [1, 2, 7], [3, 5])) == []

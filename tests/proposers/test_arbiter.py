@@ -633,14 +633,14 @@ def test_a_request_that_sleeps_gets_no_model_drafts_beside_one_that_is_awake() -
 P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
 
 
-def distribution(is_blind: bool) -> np.ndarray:
+def distribution(is_blind: bool, stops: Sequence[int] = ()) -> np.ndarray:
     """The exact distribution of a step's first token, over all drafts that the model may sample from Q.
 
     The target's is P. Whoever drops the model's draft because history differs from it, drafts history's token instead.
     """
     total = np.zeros(3)
     for draft in range(3):
-        play = Play([(NGRAM, 0), (NGRAM, 1)], 2, 1, is_blind=is_blind)
+        play = Play([(NGRAM, 0), (NGRAM, 1)], 2, 1, is_blind=is_blind, stop_token_ids={"a": stops})
         chances = np.full(_arbiter.NUM_KEYS, ONE // 2)
         chances[ALONE] = ONE * 3 // 4
         chances[CONTRARY:] = ONE * 7 // 10
@@ -657,14 +657,18 @@ def distribution(is_blind: bool) -> np.ndarray:
     return total
 
 
-def test_sampled_drafts_keep_the_distribution() -> None:
-    """A choice that looks at a sampled draft changes what comes out; the blind one does not."""
-    np.testing.assert_allclose(distribution(is_blind=True), P)
+@pytest.mark.parametrize("stops", [[], [0], [1], [2], [0, 1, 2]])
+def test_sampled_drafts_keep_the_distribution(stops: list[int]) -> None:
+    """A choice that looks at a sampled draft changes what comes out; the blind one does not, whatever ends the text."""
+    np.testing.assert_allclose(distribution(is_blind=True, stops=stops), P)
+
+
+def test_a_choice_that_looks_at_sampled_drafts_changes_the_distribution() -> None:
     assert np.abs(distribution(is_blind=False) - P).max() > 0.05
 
 
 @settings(max_examples=100)
-@given(cases(), st.data())
+@given(cases(), st.lists(st.integers(0, 2), max_size=2, unique=True), st.data())
 @example(
     {
         "num_steps": 2,
@@ -676,15 +680,18 @@ def test_sampled_drafts_keep_the_distribution() -> None:
         "price": 0.02,
         "limit": 4,
     },
+    [],
     None,
 )
-def test_the_blind_choice_does_not_depend_on_what_was_sampled(case: dict[str, Any], data: st.DataObject | None) -> None:
-    """How many of the model's drafts are verified is the same whatever they are."""
+def test_the_blind_choice_does_not_depend_on_what_was_sampled(
+    case: dict[str, Any], stops: list[int], data: st.DataObject | None
+) -> None:
+    """How many of the model's drafts are verified is the same whatever they are, those that end the text among them."""
     counts = set()
     num_steps = case["num_steps"]
     drawn = (0,) * num_steps if data is None else data.draw(st.tuples(*[st.integers(0, 2)] * num_steps))
     for model in {tuple(case["model"]), (2,) * num_steps, drawn}:
-        play = Play(case["chains"], case["num_slots"], num_steps, is_blind=True)
+        play = Play(case["chains"], case["num_slots"], num_steps, is_blind=True, stop_token_ids={"a": stops})
         play.arbiter.set_prices(Prices(case["price"], 1.0))
         play.chances = case["chances"]
         choice = play.step(case["offers"], list(model), case["limit"])
@@ -755,6 +762,7 @@ def test_constants_are_those_of_the_compiled_half() -> None:
     from vllm_specplus.proposers import _arbiter, arbiter
 
     assert (arbiter._SHIFT, arbiter._ONE, arbiter.ASLEEP) == (_arbiter.SHIFT, _arbiter.ONE, _arbiter.ASLEEP)
+    assert arbiter.MAX_STOPS == _arbiter.MAX_STOPS
 
 
 def test_a_source_is_known_while_the_model_is_awake() -> None:

@@ -90,6 +90,8 @@ _SHIFT = 16
 _ONE = 1 << _SHIFT
 ASLEEP = -1
 """The credit of a request that has given the draft model up."""
+MAX_STOPS = 4
+"""How many tokens that end its text are known of a request."""
 
 
 @dataclass(frozen=True)
@@ -484,7 +486,7 @@ class Arbiter:
         self._credits[row] = self._beginning_credit(len(self._rows))
 
     def _set_stops(self, req_id: str, row: int) -> None:
-        token_ids = self._stop_token_ids.get(req_id, ())[: self._compiled.MAX_STOPS]
+        token_ids = self._stop_token_ids.get(req_id, ())[:MAX_STOPS]
         stops = self._offers.stops[row]
         stops[: len(token_ids)], stops[len(token_ids) :] = token_ids, self._compiled.NO_TOKEN
 

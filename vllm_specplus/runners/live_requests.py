@@ -8,6 +8,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_specplus.config import SpecPlusOptions
+from vllm_specplus.proposers.arbiter import MAX_STOPS
 from vllm_specplus.proposers.reference_text import ReferenceText
 from vllm_specplus.requests.options import RESOLVED_ENTRY, ResolvedOptions
 from vllm_specplus.runners.faults import Faults, GuardedReference
@@ -60,7 +61,8 @@ class LiveRequests:
 
     Attributes:
         counts: of requests that asked for them.
-        stop_token_ids: with `adaptive`, of every running request, the tokens that end its text, end-of-sequence first.
+        stop_token_ids: with `adaptive`, of every running request, tokens that end its text, end of sequence first; at
+            most `MAX_STOPS`.
         faults: of the plugin's own code, and the requests that have no drafts because of one.
     """
 
@@ -168,13 +170,13 @@ class LiveRequests:
 
 
 def _stop_token_ids(sampling_params: Any, vocab_size: int) -> list[int]:
-    """The tokens that end a request's text; that of the end of a sequence, if it does, is the first."""
+    """Tokens that end a request's text; that of the end of a sequence, if it does, is the first."""
     # None where a request ignores it. `all_stop_token_ids` has it all the same.
     end_of_sequence = sampling_params.eos_token_id
     named = [end_of_sequence] if end_of_sequence is not None else []
     named += sorted(set(sampling_params.stop_token_ids or ()).difference(named))
     # vLLM takes any number for a token.
-    return [token_id for token_id in named if 0 <= token_id < vocab_size]
+    return [token_id for token_id in named if 0 <= token_id < vocab_size][:MAX_STOPS]
 
 
 class OptionsTracker:

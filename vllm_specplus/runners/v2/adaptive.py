@@ -196,8 +196,8 @@ class AdaptiveFiller(SlotFiller):
         """Set the tokens that end a request's text; mostly those of the last one in its place."""
         stops = (token_ids + [NO_TOKEN.value] * MAX_STOPS.value)[: MAX_STOPS.value]
         if stops != self._stops[index]:
-            self._stops[index] = stops
             self._state.offers.stops[index].copy_(self._copier.to_device(np.array(stops, np.int32)))
+            self._stops[index] = stops
 
     def _take_place(self, index: int, is_awake: bool) -> None:
         """Another request, or none, has a request state now: reports under way do not tell of it."""
