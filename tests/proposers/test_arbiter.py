@@ -857,9 +857,10 @@ def test_what_is_counted_where_a_text_goes_on_behind_a_reference() -> None:
         row = play.arbiter._rows[0]
         counted = [int(numbers[row, _arbiter.ENDS]) for numbers in record]
         assert counted == [ONE * is_counted, chance * is_counted, 0]
-    # More than these slots hold may follow.
-    play.new_request("full")
-    play.step({1: ([1, 2, 3], 3)})
-    play.text += [1, 2, 3, 4]
-    play.begin()
-    assert play.arbiter._record.trials[:, _arbiter.ENDS].sum() == 0
+    # More than these slots hold may follow, or more than the request may have in this step.
+    for token_ids, limit in (([1, 2, 3], 3), ([1, 2], 2)):
+        play.new_request(f"full {limit}")
+        play.step({1: (token_ids, 3)}, limit=limit)
+        play.text += [1, 2, 3, 4]
+        play.begin()
+        assert play.arbiter._record.trials[play.arbiter._rows[0], _arbiter.ENDS] == 0

@@ -72,6 +72,7 @@ class Offers(NamedTuple):
     chains: [R, C, K] int32; lengths, agreed: [R, C] int32, tokens of each chain, and how many before them agree.
     starts, sources: [C] int64, how many of the model's drafts a chain follows, and its source, of `sources.py`.
     stops: [R, MAX_STOPS] int32, the tokens that end each request's text, and NO_TOKEN behind them. No chain has one.
+    limits: [R] int64, the most drafts of each request when it was last chosen for.
     is_blind: whether nothing may depend on the model's drafts that might be left out because of it.
     """
 
@@ -83,6 +84,7 @@ class Offers(NamedTuple):
     starts: np.ndarray
     sources: np.ndarray
     stops: np.ndarray
+    limits: np.ndarray
     is_blind: bool
 
 
@@ -486,6 +488,7 @@ def choose(
     """
     for i in range(len(rows)):
         row, max_drafts = rows[i], min(limits[i], offers.chains.shape[2])
+        offers.limits[row] = max_drafts
         passes = offers.passes[row]
         num_model, chain, size = 0, NO_CHAIN, 0
         if passes == 0:  # then there is nothing to compare, and the code is far shorter
@@ -586,7 +589,7 @@ def _count_opposed(
 def _count_end(offers: Offers, chances: np.ndarray, record: Record, row: int, c: int, num_new: int) -> None:
     """Count that a text has gone on behind the end of a reference, if chain `c` is one and was right to its end."""
     length = offers.lengths[row, c]
-    if offers.sources[c] == REFERENCE and 0 < length < min(num_new - offers.starts[c], offers.chains.shape[2]):
+    if offers.sources[c] == REFERENCE and 0 < length < min(num_new - offers.starts[c], offers.limits[row]):
         record.trials[row, ENDS] += ONE
         record.expected[row, ENDS] += chances[_copied_key(offers, row, c, length)]
 
@@ -920,6 +923,7 @@ def _offers_in(state: np.ndarray) -> Offers:
         nb.carray(to_pointer(state[_OFFERS + 5]), num_chains, np.int64),
         nb.carray(to_pointer(state[_OFFERS + 6]), num_chains, np.int64),
         nb.carray(to_pointer(state[_OFFERS + 7]), (num_rows, MAX_STOPS), np.int32),
+        nb.carray(to_pointer(state[_OFFERS + 8]), num_rows, np.int64),
         state[_SIZES + 4] != 0,
     )
 

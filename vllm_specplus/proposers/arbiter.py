@@ -298,6 +298,7 @@ class Arbiter:
             starts=np.array(starts, np.int64),
             sources=np.array(sources, np.int64),
             stops=np.full((max_num_reqs, _arbiter.MAX_STOPS), _arbiter.NO_TOKEN, np.int32),
+            limits=np.zeros(max_num_reqs, np.int64),
             is_blind=is_blind,
         )
         self._stop_token_ids = stop_token_ids

@@ -92,6 +92,7 @@ class Pair:
             np.array(starts, np.int64),
             np.array(sources, np.int64),
             np.full((NUM_ROWS, spec.MAX_STOPS), spec.NO_TOKEN, np.int32),
+            self.integers(0, width + 1, (NUM_ROWS,)),
             is_blind,
         )
         by_length = (spec.NUM_LENGTHS, num_steps)

@@ -161,6 +161,7 @@ class Pair:
             longest=longest,
         )
         choose_of(self.kernels, num_tokens, self.idx_mapping, given, matches)
+        self.offers.limits[self.rows[self.is_request]] = np.minimum(np.array(limits)[self.is_request], self.width)
         self.assert_same()
 
     def _offer_matches(self, matcher, limits, max_len):

@@ -61,8 +61,8 @@ def choose_and_settle(
     """Choose the drafts of each request, enter what the model's passes have earned, plan those of a later step.
 
     Args:
-        state: its `offer_positions`, `credits` and `gains` are changed in place, and its `offers` where there are
-            `matches`.
+        state: its `offer_positions`, `credits` and `gains` are changed in place, `limits` of its `offers`, and all of
+            these where there are `matches`.
         num_tokens: [R] int32, known tokens of each request.
         idx_mapping: [B <= R] int32 or int64, the row of each request; negative: no request, and no drafts.
         limits: of each request's drafts; counts as K if more.
@@ -112,7 +112,7 @@ def choose_and_settle(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _choose_kernel(
-    offers,  # Offers, changed in place where there are keys
+    offers,  # Offers; `limits` are set, and where there are keys chains are written
     beliefs,  # Beliefs
     positions_ptr,  # changed in place
     num_tokens_ptr,
@@ -141,6 +141,7 @@ def _choose_kernel(
     num_tokens = tl.load(num_tokens_ptr + row, mask=is_request, other=0)
     tl.store(positions_ptr + row, num_tokens.to(tl.int64), mask=is_request)
     limit = tl.minimum(load_limit(limits, i_req), sizes.WIDTH)
+    tl.store(offers.limits + row, limit.to(tl.int64), mask=is_request)
     price = tl.load(prices_ptr)
     passes = tl.load(offers.passes + row, mask=is_request, other=0).to(tl.int32)
     chains = load_chains(offers, row, passes, sizes)

@@ -198,7 +198,8 @@ def _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_n
     hits += _of_chains((is_judged & is_hit).to(tl.int64), chains.sources, keys_of_first)
     # Texts that have gone on behind the end of a reference.
     is_passed = is_reached & (num_right == chains.lengths) & (chains.starts + num_right < num_new)
-    is_passed = is_passed & (chains.sources == _REFERENCE) & (num_right > 0) & (num_right < sizes.WIDTH)
+    is_passed = is_passed & (chains.sources == _REFERENCE) & (num_right > 0)
+    is_passed = is_passed & (num_right < tl.load(offers.limits + row))
     chances = tl.load(table.chances + copied_keys(chains.sources, chains.agreed + num_right), mask=is_passed, other=0)
     ends = tl.zeros_like(chains.starts) + ENDS
     expected += _by_record(chances, ends)

@@ -64,6 +64,7 @@ class Offers(NamedTuple):
     starts: torch.Tensor  # [C] int64
     sources: torch.Tensor  # [C] int64
     stops: torch.Tensor  # [R, MAX_STOPS] int32
+    limits: torch.Tensor  # [R] int64
 
 
 class Table(NamedTuple):
@@ -210,6 +211,7 @@ def make_state(
         torch.tensor(starts, dtype=torch.int64, device=prior.device),
         torch.tensor(chain_sources, dtype=torch.int64, device=prior.device),
         zeros(max_num_reqs, MAX_STOPS.value, dtype=torch.int32) + NO_TOKEN.value,
+        zeros(max_num_reqs),
     )
     new_hits, new_trials, misses = (torch.zeros_like(prior) for _ in range(3))
     trials = torch.full_like(prior, PRIOR_TRIALS.value)
