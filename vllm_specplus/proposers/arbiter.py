@@ -297,7 +297,7 @@ class Arbiter:
             agreed=np.zeros((max_num_reqs, num_chains), np.int32),
             starts=np.array(starts, np.int64),
             sources=np.array(sources, np.int64),
-            stops=np.full((max_num_reqs, _arbiter.MAX_STOPS), _arbiter.NO_TOKEN, np.int32),
+            stops=np.full((max_num_reqs, MAX_STOPS), _arbiter.NO_TOKEN, np.int32),
             limits=np.zeros(max_num_reqs, np.int64),
             is_blind=is_blind,
         )

@@ -121,7 +121,7 @@ class AdaptiveFiller(SlotFiller):
             prior=torch.from_numpy(prior_chances()).to(self._device),
             is_blind=self._arguments["is_blind"],
         )
-        self._stops = [[NO_TOKEN.value] * MAX_STOPS.value] * self._max_num_reqs  # as in the offers
+        self._stops = np.full((self._max_num_reqs, MAX_STOPS.value), NO_TOKEN.value, np.int32)  # as in the offers
         self._totals = torch.zeros(kernels.NUM_TOTALS, dtype=torch.int64, device=self._device)
         self._num_new = self._totals[:1]
         self._totals_before = (0, 0)
@@ -194,9 +194,10 @@ class AdaptiveFiller(SlotFiller):
 
     def _set_stops(self, index: int, token_ids: list[int]) -> None:
         """Set the tokens that end a request's text; mostly those of the last one in its place."""
-        stops = (token_ids + [NO_TOKEN.value] * MAX_STOPS.value)[: MAX_STOPS.value]
-        if stops != self._stops[index]:
-            self._state.offers.stops[index].copy_(self._copier.to_device(np.array(stops, np.int32)))
+        stops = np.full(MAX_STOPS.value, NO_TOKEN.value, np.int32)
+        stops[: len(token_ids)] = token_ids
+        if not np.array_equal(stops, self._stops[index]):
+            self._state.offers.stops[index].copy_(self._copier.to_device(stops))
             self._stops[index] = stops
 
     def _take_place(self, index: int, is_awake: bool) -> None:
