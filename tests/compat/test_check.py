@@ -1,5 +1,6 @@
 """The ledger names what breaks, and only when a plugin key is used."""
 
+import ast
 import json
 import os
 import re
@@ -34,6 +35,24 @@ def doctor(root: Path, file: str, old: str, new: str) -> None:
 def test_installed_vllm_has_all() -> None:
     assert compat.missing_seams(compat.vllm_root()) == []
     assert compat.check_vllm() is None
+
+
+def test_the_ledger_has_all_that_is_imported() -> None:
+    """`compare` and `testing` run engines as a user does, and need no seam."""
+    seams = {seam.module for seam in compat.LEDGER}
+    for seam in compat.LEDGER:
+        seams.add(f"{seam.module}.{seam.name.split('.')[0]}")
+    package = Path(compat.__file__).parents[1]
+    imported = {
+        f"{node.module}.{alias.name}"
+        for file in package.rglob("*.py")
+        if file.relative_to(package).parts[0] not in ("compare", "testing")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm"
+        for alias in node.names
+    }
+    assert len(imported) > 40
+    assert imported - seams == set()
 
 
 @pytest.mark.skipif("SPECPLUS_OTHER_VLLM" not in os.environ, reason="ci/test.sh unpacks another version and names it")

@@ -296,16 +296,58 @@ def arbiter_value(arbiter: Arbiter, num_drafts: Callable[[int], list[int]]) -> f
     return high
 
 
-@pytest.mark.parametrize(("step", "is_tried"), [(4.0, True), (0.5, False)])
-def test_drafts_worth_little_are_left_out_now_and_then(step: float, is_tried: bool) -> None:
-    """Only so can the time of a step without drafts be known, where each step has some."""
+@pytest.mark.parametrize(("step", "tried"), [(4.0, [8, 25, 58, 123, 188]), (1.0, [30, 92]), (0.5, [61, 184])])
+def test_drafts_worth_little_are_left_out_now_and_then(step: float, tried: list[int]) -> None:
+    """Only so can the time of a step without drafts be known, where each step has some; those worth more come later."""
     play = Play([(NGRAM, 0)], 1)
     play.arbiter.set_prices(Prices(0.05, step, verification=0.0))
     sizes = []
     for _ in range(200):
         sizes.append(int(play.step({0: ([7], 5)}).num_drafts[0]))
         play.text.append(7)
-    assert [i for i, size in enumerate(sizes) if not size] == ([64, 129, 194] if is_tried else [])
+    assert [i for i, size in enumerate(sizes) if not size] == tried
+
+
+def test_short_answers_too_are_without_drafts_now_and_then() -> None:
+    """The last step of an answer may have no draft, and tells nothing: no step follows it."""
+    play = Play([(NGRAM, 0)], 1)
+    play.arbiter.set_prices(Prices(0.05, 4.0, verification=0.0))
+    tried = 0
+    for i in range(300):
+        is_last = i % 6 == 5
+        tried += not play.step({0: ([7], 5)}, limit=0 if is_last else 1).num_drafts[0] and not is_last
+        play.text.append(7)
+        if is_last:
+            play.new_request(f"request {i}")
+    assert tried >= 5
+
+
+def test_a_pass_earns_nothing_by_drafts_that_only_make_up_for_verification() -> None:
+    """The model is right in each step, and a step with its draft takes as long as two without."""
+
+    def steps_with_passes(verification: float) -> int:
+        play = Play([], 1, num_steps=1)
+        play.arbiter.set_prices(Prices(0.0, 1.0, first_pass=0.1, verification=verification))
+        found = 0
+        for _ in range(200):
+            drafts = int(play.step({}, [7]).num_drafts[0])
+            found += play.num_passes
+            play.text += [7] * (drafts + 1)
+        return found
+
+    assert steps_with_passes(0.5) == 200
+    assert steps_with_passes(0.95) < 60
+
+
+def test_a_price_of_verification_is_shared_by_what_drafts_are_worth() -> None:
+    offers = Arbiter(2, num_model_steps=1, num_speculative_tokens=2, sources=[], starts=[])._offers
+    offers.passes[:] = [1, 0]
+    values = np.array([[60, 120], [40, -1]])
+    left = values.copy()
+    _arbiter._pay_for_verification(np.arange(2), offers, left, 50)
+    assert left.tolist() == [[30, 82], [20, -1]]
+    _arbiter._pay_for_verification(np.arange(2), offers, values, 130)
+    assert values.tolist() == [[0, 22], [0, -1]]
 
 
 def test_what_is_not_drafted_is_judged_too() -> None:

@@ -33,7 +33,7 @@ class Seam:
 _V1 = "vllm.v1.worker.gpu_model_runner"
 _BASE = "vllm.v1.spec_decode.llm_base_proposer"
 _REJECTION = "vllm.v1.sample.rejection_sampler"
-_PROCESSORS = "vllm.v1.sample.logits_processor.builtin"
+_PROCESSORS = "vllm.v1.sample.logits_processor"
 _SAMPLER = "vllm.v1.sample.sampler"
 _V2 = "vllm.v1.worker.gpu.model_runner"
 _V2_SPEC = "vllm.v1.worker.gpu.spec_decode"
@@ -215,7 +215,7 @@ REQUEST_SEAMS = (
         "wrapped once a request asks for `aux_info`: counts its steps",
         ("engine_core_outputs",),
     ),
-    Seam("vllm.v1.sample.logits_processor", "LogitsProcessor", "subclassed by the class that checks requests"),
+    Seam(_PROCESSORS, "LogitsProcessor", "subclassed by the class that checks requests"),
     Seam(f"{_V2_SAMPLE}.logits_processor", "LogitsProcessor", "subclassed by the class that checks requests"),
     Seam(
         "vllm.v1.engine.input_processor",
@@ -441,8 +441,13 @@ V1_SEAMS = (
         "called: penalties and masks of the draft rows",
         ("logits", "sampling_metadata", "metadata"),
     ),
-    *_members(_PROCESSORS, "MinTokensLogitsProcessor", "min_toks", "read: whether it acts on a batch"),
-    *_members(_PROCESSORS, "LogitBiasLogitsProcessor", "biases", "read: whether it acts on a batch"),
+    *_members(f"{_PROCESSORS}.builtin", "MinTokensLogitsProcessor", "min_toks", "read: whether it acts on a batch"),
+    *_members(f"{_PROCESSORS}.builtin", "LogitBiasLogitsProcessor", "biases", "read: whether it acts on a batch"),
+    *(
+        Seam(_PROCESSORS, name, "read: which processors act on a batch")
+        for name in ("MinTokensLogitsProcessor", "LogitBiasLogitsProcessor")
+    ),
+    Seam(_PROCESSORS, "LogitsProcessors", "called: the processors of a batch but for some"),
     *_members(
         "vllm.v1.sample.metadata",
         "SamplingMetadata",

@@ -756,6 +756,25 @@ def _halve(sums: np.ndarray, trials: np.ndarray) -> None:
                 trials[which, k] >>= 1
 
 
+@compiled(allocates=False, forceinline=True)
+def _pay_for_verification(rows: np.ndarray, offers: Offers, values: np.ndarray, price: int) -> None:
+    """Take the price of verification from the values: from each request's in proportion, and no more than there is.
+
+    So a pass earns nothing by drafts that only make up for it.
+
+    values: [B, S + 1] int64, of `choose`, changed in place.
+    """
+    if price == 0:
+        return
+    for k in range(values.shape[1] - 1, -1, -1):
+        total = 0
+        for i in range(len(rows)):
+            total += values[i, min(k, offers.passes[rows[i]])]
+        for i in range(len(rows)):
+            if k <= offers.passes[rows[i]]:
+                values[i, k] = values[i, k] * (total - price) // total if total > price else 0
+
+
 @compiled()
 def plan_passes(
     rows: np.ndarray, limits: np.ndarray, offers: Offers, credits: np.ndarray, gains: Gains, prices: np.ndarray
@@ -1078,6 +1097,7 @@ def choose_and_settle(
     limits: np.ndarray,
     slot_price: int,
     step_price: int,
+    verification_price: int,
     least_value: int,
     table: np.ndarray,
 ) -> tuple[int, int]:
@@ -1085,6 +1105,7 @@ def choose_and_settle(
 
     Drafts that all together are worth less than `least_value` are dropped. Also returned is the drafts' fate.
 
+    verification_price: of any drafts of the batch, beside their slots.
     table: as in `arbiter.Choice`.
     """
     offers, positions = _offers_in(state), _per_request(state, _OFFER_POSITIONS)
@@ -1101,10 +1122,11 @@ def choose_and_settle(
             fate = VERIFIED
     if fate == VERIFIED and value < least_value:
         fate = DROPPED
-        token_ids[:], num_drafts[:], num_model[:], source[:], values[:] = -1, 0, 0, UNFILLED, 0
+        token_ids[:], num_drafts[:], num_model[:], source[:] = -1, 0, 0, UNFILLED
     if offers.model.shape[1] == 0:
         return 0, fate
     credits, gains, prices = _per_request(state, _CREDITS), _gains_in(state), _prices_in(state)
     foregone = _foregone_in(state)
+    _pay_for_verification(rows, offers, values, verification_price)
     profit = settle(rows, offers, values, credits, gains, prices, step_price, foregone, slot_price)
     return profit, fate

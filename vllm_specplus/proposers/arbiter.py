@@ -58,7 +58,8 @@ is spent, the request gives up the model for good. A common account, for each si
 begin with the model. It earns a small share of all tokens, and with that the model is tried again from time to time.
 
 Verification has a price of its own, beside the slots. Where the drafts of all requests together are worth less than
-that, the step goes without drafts.
+that, the step goes without drafts. A pass earns what it adds beyond that price. Where each step has drafts, nobody
+knows the price. So now and then a step goes without.
 
 All arithmetic is in integers, in units of 1 / `ONE` tokens. So every rank decides alike, and a kernel can be held to
 these results bit for bit.
@@ -84,7 +85,7 @@ _COMMON_SHARE_SHIFT = 5  # of the common credit, 1 / 32 comes to each request's 
 _SIZE_PERIOD = 16  # steps
 _INCOME_SHIFT = 7  # of each token's time, 1 / 128 pays for trying the model again
 _FIRST_DRAFT = 3  # the column of a `Choice`
-_TRIAL_PERIOD = 64  # steps until what seems not to pay, or to pay little, is tried once more
+_FIRST_TRIAL_PERIOD, _TRIAL_PERIOD = 8, 64  # steps until what seems not to pay, or to pay little, is tried once more
 # As in `_arbiter`, which imports numba. A test compares them.
 _SHIFT = 16
 _ONE = 1 << _SHIFT
@@ -335,6 +336,7 @@ class Arbiter:
         self._prices: Prices | None = None
         # In a row: steps that had drafts, and those whose drafts were dropped.
         self._steps_with_drafts = self._steps_dropped = 0
+        self._trial_period = _FIRST_TRIAL_PERIOD
         self.set_prices(Prices(0.0, 1.0))
         self._load_compiled()
 
@@ -445,28 +447,34 @@ class Arbiter:
             limits,
             self._scaled.slot,
             self._scaled.step,
+            self._scaled.verification or 0,
             self._least_value(num_reqs),
             table,
         )
         self._account.add(profit)
-        has_drafts = fate == self._compiled.VERIFIED
-        self._steps_with_drafts = self._steps_with_drafts + 1 if has_drafts else 0
-        if has_drafts:
-            self._steps_dropped = 0
+        if fate == self._compiled.VERIFIED:
+            self._steps_with_drafts, self._steps_dropped = self._steps_with_drafts + 1, 0
         elif fate == self._compiled.DROPPED:
-            self._steps_dropped += 1
+            self._steps_with_drafts, self._steps_dropped = 0, self._steps_dropped + 1
+            self._trial_period = min(2 * self._trial_period, _TRIAL_PERIOD)
+        elif limits.any():
+            # Where no draft was allowed, the text ends, and there is no next step to be timed.
+            self._steps_with_drafts = 0
         return Choice(table)
 
     def _least_value(self, num_reqs: int) -> int:
         """What the drafts of a batch have to be worth together to be verified, in units of 1 / `ONE` tokens.
 
-        Now and then drafts that are worth little are dropped, or verified, to learn what verification costs.
+        Now and then drafts that are worth little are dropped, or verified, to learn what verification costs. Soon that
+        is done for the first time, then not as often. Where none are worth little, others are dropped, but later.
         """
         least = self._scaled.verification
         if least is None or self._steps_dropped >= _TRIAL_PERIOD:
             return 0
-        is_trial = self._steps_with_drafts >= _TRIAL_PERIOD
-        return max(least, num_reqs * self._scaled.step // 2) if is_trial else least
+        if self._steps_with_drafts < self._trial_period:
+            return least
+        steps = max(self._steps_with_drafts, 2 * self._trial_period)
+        return max(least, num_reqs * self._scaled.step * steps // (4 * self._trial_period))
 
     def withdraw(self, req_ids: Iterable[str]) -> None:
         """Forget what was offered to these requests, unknown ones among them: their text is not what it was."""

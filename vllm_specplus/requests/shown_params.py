@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from vllm import SamplingParams
 from vllm.logging_utils import dump_input
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_specplus.requests.options import RESOLVED_ENTRY
