@@ -39,9 +39,7 @@ def test_installed_vllm_has_all() -> None:
 
 def test_the_ledger_has_all_that_is_imported() -> None:
     """`compare` and `testing` run engines as a user does, and need no seam."""
-    seams = {seam.module for seam in compat.LEDGER}
-    for seam in compat.LEDGER:
-        seams.add(f"{seam.module}.{seam.name.split('.')[0]}")
+    seams = {name for seam in compat.LEDGER for name in (seam.module, f"{seam.module}.{seam.name.split('.')[0]}")}
     package = Path(compat.__file__).parents[1]
     imported = {
         f"{node.module}.{alias.name}"

@@ -766,6 +766,7 @@ def _pay_for_verification(rows: np.ndarray, offers: Offers, values: np.ndarray, 
     """
     if price == 0:
         return
+    # From the last pass back: a request with fewer passes counts with its last value, which is not changed before.
     for k in range(values.shape[1] - 1, -1, -1):
         total = 0
         for i in range(len(rows)):
