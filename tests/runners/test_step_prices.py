@@ -182,6 +182,19 @@ def test_what_no_prices_are_asked_for_does_not_pile_up(clock: SimpleNamespace) -
     assert prices.agree(1) == [asked.agree(1) for _ in range(8)][-1]
 
 
+def test_expected_times_are_kept_for_the_steps_of_one_price(clock: SimpleNamespace) -> None:
+    """However many sizes of a batch there are."""
+    prices, longest = make_prices(), 0
+    for i in range(100):
+        many = step(0)
+        many.num_scheduled_tokens = {str(req_id): 1 for req_id in range(100 + i % 20)}
+        prices.begin_step(many)
+        prices.agree(100)
+        prices.expect_passes(1 + i % 2)
+        longest = max(longest, len(prices._usual_passes))
+    assert longest == 8
+
+
 def test_a_step_that_cannot_be_entered_is_not_entered_again(
     clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

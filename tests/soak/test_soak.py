@@ -34,12 +34,15 @@ _SMALL_CACHE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
 _STAND_IN = Path(tests.__file__).parent / "triton_cpu"
 _NUM_CACHED = 16
 _NUM_TIMES = 32
+_PRICES_PERIOD = 8
 _MOST = {
     "SuffixMatcher._cached": _NUM_CACHED,
     "_Response": _NUM_CACHED,
     "SuffixMatcher._shared": _NUM_CACHED,
     # Times of the latest steps and passes.
     "StepPrices._postponed": _NUM_TIMES,
+    # One for each step since the latest prices, by its passes and requests.
+    "StepPrices._usual_passes": _PRICES_PERIOD,
     "_RecentTimes._in_turn": 3 * _NUM_TIMES,
     "_RecentTimes._in_order": 3 * _NUM_TIMES,
     # One for each size of a batch.
