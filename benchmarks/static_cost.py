@@ -5,9 +5,9 @@
 Every kernel of every step (`static/steps.py`) is compiled for sm_90 by the installed Triton, and its machine code is
 read (`static/sass.py`). The same launches run under Triton's interpreter on the benchmark's own rows, in processes of
 their own. There it is counted how often each place of the source is executed (`static/counts.py`). What verification
-puts out is checked; that of drafting is not. Kernels that run in no decode step, or in few, have no estimate. Nor has
-the one that gathers the arguments of verification from vLLM's batch, which moves a few numbers. Instructions and counts
-together give the time of a launch (`static/model.py`). The first table says what is assumed.
+puts out is checked; that of drafting is not. Small kernels that move a few numbers have no estimate, nor have those
+that run in few steps (`docs/static_estimates.md` counts them). Instructions and counts together give the time of a
+launch (`static/model.py`). The first table says what is assumed.
 
 *vLLM* is the path of its V2 runner for the same rows, counted in the same way: a float32 copy, temperature, its filter
 kernel, and the kernels of its rejection sampling. Operations of torch count as launches that move their arguments and

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_specplus.config.keys import TOPP_DEFAULTS
 from vllm_specplus.verify import VerifyOutput, verify_draft_tokens
 from vllm_specplus.verify.noise import gumbel_noise
 
@@ -57,7 +58,8 @@ SETTINGS = {
     "top-p": Setting(0.8, top_p=0.95),
     "top-p+top-k": Setting(0.8, top_p=0.95, top_k=50),
 }
-
+# `topp` has the limits that the plugin's config has by default, and so has the step that is estimated.
+OPTIONS: dict[str, dict[str, int]] = {"topp": TOPP_DEFAULTS}
 
 # Goals: a whole step at most takes as long as this many reads of the logits, by strategy and setting.
 MOST_READS = {
@@ -156,6 +158,7 @@ def ours(case: Case, strategy: str, backend: str) -> Callable[[], VerifyOutput]:
         backend=backend,
         draft_logits=case.draft_logits,
         max_rows=case.num_drafts + 1,
+        **OPTIONS.get(strategy, {}),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from static.drafts import CALLS
-from verify_cases import SETTINGS, Case, Setting, WrongOutputError, check_same, make_case
+from verify_cases import OPTIONS, SETTINGS, Case, Setting, WrongOutputError, check_same, make_case
 from verify_peers import VllmPath, find_vllm
 
 import vllm_specplus
@@ -32,6 +32,8 @@ FURTHER_SETTINGS = {
     "top-p 0.5": Setting(0.8, top_p=0.5),
     "top-p 0.999": Setting(0.8, top_p=0.999),
     "min-p": Setting(0.8, min_p=0.001),
+    "top-p 0.1": Setting(0.8, top_p=0.1),
+    "top-k 1000": Setting(0.8, top_k=1000),
 }
 WITH_TIES = ("top-p", "top-p+top-k")
 SAMPLED = "T=0.8, sampled drafts"
@@ -80,7 +82,13 @@ class Step:
 
     @property
     def name(self) -> str:
-        return ", ".join(part for part in (self.method, self.setting, self.rows) if part)
+        many = f"{MANY_DRAFTS} drafts" if self.has_many_drafts and self.rows in ROWS else ""
+        return ", ".join(part for part in (self.method, self.setting, self.rows, many) if part)
+
+    @property
+    def has_many_drafts(self) -> bool:
+        """Whether it is one of the steps with `MANY_DRAFTS`."""
+        return self.shape.num_rows == MANY_DRAFTS + 1
 
     @property
     def is_of_all_strategies(self) -> bool:
@@ -123,6 +131,7 @@ def steps(shape: Shape) -> Iterator[Step]:
     many = replace(shape, num_rows=MANY_DRAFTS + 1)
     for method, settings in OF_MANY_DRAFTS.items():
         yield from (Step(method, setting, "certain", many) for setting in settings)
+        yield Step(method, "top-p", "peaked", many)
     yield from (Step(DRAFTS, function, "", shape) for function in CALLS)
 
 
@@ -144,10 +153,9 @@ class VerifyCall:
             positions=case.positions,
             strategy=self.strategy,
             policy="normal",
-            verify_window=0,
-            max_candidate_len=None,
             max_rows=case.num_drafts + 1,
             draft_logits=case.draft_logits,
+            **{"verify_window": 0, "max_candidate_len": None} | OPTIONS.get(self.strategy, {}),
         )
 
     def run(self) -> Any:

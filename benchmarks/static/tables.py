@@ -33,7 +33,7 @@ class Goal:
 
 def goals(costs: list[StepCost]) -> Iterator[Goal]:
     """The goals, as far as the steps that were estimated tell."""
-    of_rows = [cost for cost in costs if cost.step.rows in ROWS]
+    of_rows = [cost for cost in costs if cost.step.rows in ROWS and not cost.step.has_many_drafts]
     for method, limits in MOST_READS.items():
         for setting, limit in limits.items():
             # Of the slowest request, and of the worse of both kinds of rows.

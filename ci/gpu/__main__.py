@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pack import PackError, pack
 from prepare import build_suffix_trees, prepare
-from stages import run_all, stages
+from stages import end_of_log, run_all, stages
 
 from vllm_specplus.testing.tiny_model import make_random
 
@@ -77,6 +77,14 @@ def environment(site: Path, dry: bool) -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(path)}
 
 
+def failed_build(building: subprocess.Popen[bytes] | None, out: Path) -> list[str]:
+    """What to say of the suffix trees' build, if it has not ended well."""
+    if building is None or building.poll() == 0:
+        return []
+    what = "is not done" if building.poll() is None else f"exited with {building.poll()}"
+    return [end_of_log(out, "suffix-build", f"the build of suffix trees {what}")]
+
+
 def run(args: argparse.Namespace, scratch: Path) -> int:
     """Run the stages; 1 if one fails."""
     site, model, building = scratch / "site", scratch / "model", None
@@ -98,7 +106,8 @@ def run(args: argparse.Namespace, scratch: Path) -> int:
     every = stages(out, args.packed and args.packed.resolve(), site, model, args.dry)
     try:
         env = environment(site, args.dry)
-        outcomes = run_all([stage for stage in every if stage.name in args.stages], out, env, args.dry, failed)
+        chosen = [stage for stage in every if stage.name in args.stages]
+        outcomes = run_all(chosen, out, env, args.dry, lambda: [*failed, *failed_build(building, out)])
     finally:
         if building and building.poll() is None:
             building.kill()

@@ -8,12 +8,6 @@ import torch
 
 # Named by vLLM's modules that rewrite compiled graphs, none of which run here.
 ONLY_NAMED = (
-    "num_stages",
-    "num_stages",
-    "num_stages",
-    "num_stages",
-    "num_stages",
-    "num_stages",
     "cutlass_scaled_mm",
     "dynamic_per_token_scaled_fp8_quant",
     "dynamic_scaled_fp8_quant",

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,9 @@ def stages(out: Path, packed: Path | None, site: Path, model: Path, dry: bool) -
     verify = [script("benchmarks/verify.py", *sizes, "--csv", csv, "--json", report)]
     verify.append(script("benchmarks/plot.py", csv, "--drafts", "1" if dry else "4"))
     static = packed / "static.json" if packed else None
-    if static and static.exists():
+    if static and not static.exists():
+        print("verify: no static.json was packed, so nothing stands beside the measured times", flush=True)
+    elif static:
         verify.append(script("benchmarks/modelled.py", str(static), report, "--json", str(out / "modelled.json")))
     flags = ["--dry"] if dry else []
     step = script("ci/gpu/engines.py", "--steps", str(model), str(out / "step.json"), *flags)
@@ -105,11 +107,15 @@ def run_stage(stage: Stage, out: Path, env: Mapping[str, str], dry: bool) -> Out
 
 
 def run_all(
-    chosen: list[Stage], out: Path, env: Mapping[str, str], dry: bool, failed: Sequence[str] = ()
+    chosen: list[Stage],
+    out: Path,
+    env: Mapping[str, str],
+    dry: bool,
+    others_failed: Callable[[], list[str]] = list,
 ) -> list[Outcome]:
     """Run stages, and write what has come out so far after each; last of all what failed, with the end of its log.
 
-    failed: what has failed before them.
+    others_failed: what has failed beside them, asked at the end.
     """
     outcomes: list[Outcome] = []
     for stage in chosen:
@@ -118,16 +124,19 @@ def run_all(
         last = outcomes[-1]
         print(f"{last.stage}: {'ok' if last.ok else 'FAILED'} in {last.seconds} s", flush=True)
         (out / "outcomes.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
-    failed = [*failed]
-    for outcome in outcomes:
-        if not outcome.ok:
-            lines = (out / f"{outcome.stage}.log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            failed.append("\n".join([f"===== {outcome.stage}: {'; '.join(outcome.problems)}", *lines]))
+    failed = others_failed()
+    failed += [end_of_log(out, each.stage, "; ".join(each.problems)) for each in outcomes if not each.ok]
     if missed := missed_goals(out):
         failed.append("\n".join(["===== goals that were missed", *missed]))
     (out / "failed.txt").write_text("\n\n".join(failed) + "\n" if failed else "nothing failed\n")
     print((out / "failed.txt").read_text(), end="")
     return outcomes
+
+
+def end_of_log(out: Path, name: str, what: str) -> str:
+    """What failed under a name, and the last lines of its log."""
+    lines = (out / f"{name}.log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return "\n".join([f"===== {name}: {what}", *lines])
 
 
 def missed_goals(out: Path) -> list[str]:

@@ -223,6 +223,19 @@ def test_a_folder_that_cannot_be_prepared_leaves_the_stages_alone(
     assert f"cannot be prepared: {error!r}" in (tmp_path / "out" / "failed.txt").read_text()
 
 
+def test_a_build_of_suffix_trees_that_fails_is_told(tmp_path: Path) -> None:
+    log, module = tmp_path / "suffix-build.log", command_line()
+    for command, told in (
+        ("echo fine", "nothing failed"),
+        ("echo no compiler; exit 3", "trees exited with 3\nno comp"),
+    ):
+        with log.open("wb") as file:
+            building = subprocess.Popen(["bash", "-c", command], stdout=file)
+        building.wait()
+        run_all([], tmp_path, os.environ, False, lambda building=building: module.failed_build(building, tmp_path))
+        assert told in (tmp_path / "failed.txt").read_text()
+
+
 def test_missed_goals_are_told(tmp_path: Path) -> None:
     goals = [{"name": name, "value": 3.0, "limit": 2.5, "met": name == "met"} for name in ("met", "missed")]
     (tmp_path / "verify.json").write_text(json.dumps({"goals": goals}))
