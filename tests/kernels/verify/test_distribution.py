@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, chi_squared, likeliest
-from vllm_specplus.kernels.verify import emit, judge, launch, nucleus, order, race, request_stats
+from tests.verify.test_distribution import DRAFT_LOGITS, LOGITS, TEMPERATURE, TOP_P, chi_squared, likeliest, target
+from vllm_specplus.kernels.verify import emit, head, judge, launch, nucleus, order, race, request_stats
 from vllm_specplus.kernels.verify.arguments import Draft, draft_of
 from vllm_specplus.kernels.verify.head import sample_of_head
 from vllm_specplus.kernels.verify.noise import gumbel_noise, least_uniform
@@ -29,6 +29,7 @@ P = (LOGITS[0].double() / TEMPERATURE).softmax(dim=0)
 def p_value(mode: str) -> float:
     """Chi-squared of the first tokens of a request of one draft, with many seeds."""
     drafts, expected, logits = torch.full((NUM_SEEDS,), likeliest(0)), P.clone(), LOGITS[:2].clone()
+    mode, _, has_top_p = mode.partition(", ")
     options: dict[str, object] = {"strategy": mode}
     if mode == "topp":
         # The unlikeliest token is not accepted. A sample of the likeliest four follows.
@@ -45,6 +46,9 @@ def p_value(mode: str) -> float:
         q = (draft_logits[0].double() / TEMPERATURE).softmax(dim=0)
         drafts = torch.multinomial(q, NUM_SEEDS, replacement=True, generator=g)
         options = {"strategy": "rejection", "draft_logits": draft_logits.repeat(NUM_SEEDS, 1)}
+    if has_top_p:
+        expected = torch.from_numpy(target(0))
+        options["top_p"] = torch.full((NUM_SEEDS,), TOP_P)
     out = verify_draft_tokens(
         logits.repeat(NUM_SEEDS, 1),
         torch.arange(NUM_SEEDS + 1) * 2,
@@ -58,7 +62,13 @@ def p_value(mode: str) -> float:
     return chi_squared(out.token_ids[:, 0], (expected / expected.sum()).numpy())
 
 
-@pytest.mark.parametrize("mode", ["target_match", "topp", "rejection", "sampled drafts", "masked drafts"])
+IN_A_NUCLEUS = ["rejection, top-p", "sampled drafts, top-p"]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["target_match", "topp", "rejection", "sampled drafts", "masked drafts", "target_match, top-p", *IN_A_NUCLEUS],
+)
 def test_keeps_the_distribution(mode: str) -> None:
     assert p_value(mode) > 1e-3
 
@@ -76,13 +86,16 @@ def takes_one_half(seed, position):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["rejection", "sampled drafts"])
+@pytest.mark.parametrize("mode", ["rejection", "sampled drafts", "sampled drafts, top-p"])
 @pytest.mark.parametrize(
     ("module", "name", "bug"),
     [(order, "score_tokens", forgets_the_draft), (request_stats, "acceptance_uniform", takes_one_half)],
 )
 def test_power(mode: str, module: ModuleType, name: str, bug: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, name, bug)
+    if name == "score_tokens":
+        # That of rows with a head.
+        monkeypatch.setattr(head, name, bug)
     assert p_value(mode) < 1e-6
 
 
@@ -126,9 +139,10 @@ def forgets_the_cut(row, head, inside, key, residual, DRAFT_LOGITS):  # noqa: N8
 
 
 @pytest.mark.slow
-def test_power_of_topp(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["topp", "rejection, top-p"])
+def test_power_in_a_nucleus(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "sample_of_head", forgets_the_cut)
-    assert p_value("topp") < 1e-6
+    assert p_value(mode) < 1e-6
 
 
 @triton.jit
