@@ -187,6 +187,7 @@ def make_sampler(strategy: str, case: Case) -> torch.nn.Module:
         SimpleNamespace(
             speculative_config=SimpleNamespace(specplus=options),
             specplus_is_padding=False,
+            device=torch.device("cpu"),
             _get_positions=lambda indices: case.positions[indices],
         )
     )

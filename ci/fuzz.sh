@@ -39,7 +39,7 @@ json() {
 fuzz() {
   case $1 in
     verify) TRITON_INTERPRET=1 again tests/kernels/verify/test_verify.py::test_equals_reference \
-      tests/verify/test_torch_backend.py::test_equals_reference tests/verify/test_fuzz.py ;;
+      tests/verify/test_cpu_backends.py::test_equals_reference tests/verify/test_fuzz.py ;;
     config) again tests/config/test_properties.py ;;
     json) json ;;
     bodies) again tests/requests/test_fuzz.py::test_bodies ;;

@@ -11,7 +11,7 @@ import vllm_specplus
 ROOT = Path(vllm_specplus.__file__).parent
 DESIGN = (Path(__file__).parents[1] / "docs" / "design.md").read_text()
 # Every room may import them.
-LEAVES = {"sources", "strategies", "version"}
+LEAVES = {"_numba", "sources", "strategies", "version"}
 # The package's own module hands on what its folders hold, and `python -m` runs the command.
 ENTRY = {"__init__": {"engine"}, "__main__": {"cli"}}
 # `verify_draft_tokens` imports the kernels when it is asked for them.

@@ -14,7 +14,22 @@ print("lazy")
 """
 
 
-def test_numba_is_imported_when_a_matcher_is_made_and_not_before():
+VERIFY = """
+import sys
+import torch
+from vllm_specplus.verify import verify_draft_tokens
+assert "numba" not in sys.modules
+arguments = torch.zeros(1, 8), torch.arange(2), torch.zeros(1, dtype=torch.int64), torch.ones(1)
+verify_draft_tokens(*arguments, backend="torch")
+assert "numba" not in sys.modules
+verify_draft_tokens(*arguments)
+assert "numba" in sys.modules
+print("lazy")
+"""
+
+
+def test_numba_is_imported_when_it_is_used_and_not_before():
     """numba imported before a vLLM CPU worker has started breaks that worker."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
-    assert done.stdout.strip() == "lazy", done.stderr
+    for script in (SCRIPT, VERIFY):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.stdout.strip() == "lazy", done.stderr

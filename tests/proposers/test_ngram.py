@@ -225,7 +225,7 @@ def test_arrays_that_do_not_fit():
 
 def test_compiles_where_nothing_can_be_cached(monkeypatch):
     """numba raises this where neither the package's nor the user's folder is writable."""
-    from vllm_specplus.proposers import _numba
+    from vllm_specplus import _numba
 
     def njit(*signature, cache=False, nogil):
         if cache:

@@ -187,9 +187,16 @@ def test_all_nan_is_harmless() -> None:
     [
         ({"strategy": "top-p"}, ValueError, ["strategy", "'top-p'", "'topp'", "'greedy'"]),
         ({"policy": "accept"}, ValueError, ["policy", "'accept'", "'accept_all'"]),
-        ({"backend": "cuda"}, ValueError, ["backend", "'cuda'", "'auto', 'torch', 'triton'"]),
+        ({"backend": "cuda"}, ValueError, ["backend", "'cuda'", "'auto', 'numba', 'torch', 'triton'"]),
+        ({"backend": "numba", "policy": "reject_all"}, ValueError, ["backend", "'reject_all'", "policy 'normal'"]),
+        (
+            {"backend": "numba", "draft_logits": torch.zeros(4, 6), "strategy": "rejection"},
+            ValueError,
+            ["backend", "drafts are sampled", "no draft_logits"],
+        ),
         ({"backend": "triton"}, ValueError, ["'triton'", "cpu", "TRITON_INTERPRET=1"]),
-        ({"workspace": object()}, ValueError, ["workspace", "'torch'", "'triton'"]),
+        ({"workspace": object()}, ValueError, ["workspace", "'auto'", "'triton'"]),
+        ({"workspace": object(), "backend": "numba"}, ValueError, ["workspace", "'numba'", "'triton'"]),
         ({"draft_logits": torch.zeros(4, 6)}, ValueError, ["draft_logits", "'target_match'", "'rejection'"]),
         (
             {"draft_logits": torch.zeros(3, 6), "strategy": "rejection"},

@@ -2,12 +2,17 @@
 
 Each statistical test also runs with a known bug put back, and asserts that the statistic then fails. This shows that it
 has the power to find that bug. Seeds are fixed: nothing is left to chance from run to run.
+
+Functions of the torch backend are replaced. Compiled code is compiled anew, with a line replaced.
 """
 
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
+import numba
 import numpy as np
 import pytest
 import scipy.stats
@@ -15,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import vllm_specplus.verify
 from vllm_specplus.verify import VerifyOutput, torch_backend, verify_draft_tokens
 from vllm_specplus.verify.noise import gumbel_noise, noise_keys
 
@@ -39,7 +45,24 @@ def target(row: int, size: int | None = None) -> np.ndarray:
     return (p / p.sum()).numpy()
 
 
-def verify(drafts: list[int] | torch.Tensor, **options: object) -> VerifyOutput:
+@pytest.fixture(params=["torch", "numba"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def put_back(monkeypatch: pytest.MonkeyPatch, line: str, wrong: str) -> None:
+    """Put a bug into the numba backend: a line of its compiled code is replaced by a wrong one."""
+    source = Path(vllm_specplus.verify.__path__[0], "_rows.py").read_text()
+    assert source.count(line) == 1
+    module = ModuleType("wrong_rows")
+    # Code without a file has no cache.
+    source = source.replace(line, wrong).replace("bits_of, compiled, float_of", "bits_of, float_of")
+    module.__dict__["compiled"] = lambda *, allocates, **options: numba.njit(_nrt=allocates, **options)
+    exec(source, module.__dict__)
+    monkeypatch.setattr(vllm_specplus.verify, "_rows", module)
+
+
+def verify(drafts: list[int] | torch.Tensor, backend: str = "torch", **options: object) -> VerifyOutput:
     """The same request of two drafts with many seeds; a tensor holds the drafts of every row."""
     n = NUM_SEEDS
     if isinstance(drafts, list):
@@ -52,6 +75,7 @@ def verify(drafts: list[int] | torch.Tensor, **options: object) -> VerifyOutput:
         top_p=torch.full((n,), TOP_P),
         seeds=torch.arange(n),
         positions=torch.tensor([40, 41, 42]).repeat(n),
+        backend=backend,
         **options,
     )
 
@@ -68,19 +92,19 @@ def likeliest(row: int) -> int:
     return int(LOGITS[row].argmax())
 
 
-def first_tokens() -> torch.Tensor:
-    return verify([likeliest(0), likeliest(1)], strategy="target_match").token_ids[:, 0]
+def first_tokens(backend: str = "torch") -> torch.Tensor:
+    return verify([likeliest(0), likeliest(1)], backend, strategy="target_match").token_ids[:, 0]
 
 
-def second_tokens() -> torch.Tensor:
+def second_tokens(backend: str = "torch") -> torch.Tensor:
     """Second tokens of the sequences whose first draft was accepted."""
-    out = verify([likeliest(0), likeliest(1)], strategy="target_match")
+    out = verify([likeliest(0), likeliest(1)], backend, strategy="target_match")
     return out.token_ids[out.num_tokens > 1, 1]
 
 
-def test_target_match_keeps_the_distribution() -> None:
+def test_target_match_keeps_the_distribution(backend: str) -> None:
     # The nuclei hold 6 and 5 tokens. Seen: 3.4 (p = 0.64) and 0.8 (p = 0.94).
-    for row, tokens in ((0, first_tokens()), (1, second_tokens())):
+    for row, tokens in ((0, first_tokens(backend)), (1, second_tokens(backend))):
         assert len(tokens) > 3000
         assert chi_squared(tokens, target(row)) > LIMIT
 
@@ -110,25 +134,32 @@ def test_power_against_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chi_squared(first_tokens(), target(0)) > LIMIT
     # The statistic moves from 0.8 to 2425.
     assert chi_squared(second_tokens(), target(1)) < LIMIT / 1000
+    put_back(
+        monkeypatch,
+        "noise_key = _noise_key(batch.seeds[request], batch.positions[i])",
+        "noise_key = _noise_key(batch.seeds[request], 0)",
+    )
+    assert chi_squared(first_tokens("numba"), target(0)) > LIMIT
+    assert chi_squared(second_tokens("numba"), target(1)) < LIMIT / 1000
 
 
 DRAFT_LOGITS = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(8))
 
 
-def reject(sampled: bool, **changes: object) -> VerifyOutput:
+def reject(sampled: bool, backend: str = "torch", **changes: object) -> VerifyOutput:
     """The request with many seeds under `rejection`: two likely drafts, or drafts sampled anew each time."""
     options: dict[str, object] = {"strategy": "rejection"}
     if not sampled:
-        return verify([likeliest(0), int(LOGITS[1].argsort(descending=True)[1])], **options)
+        return verify([likeliest(0), int(LOGITS[1].argsort(descending=True)[1])], backend, **options)
     q = (DRAFT_LOGITS / TEMPERATURE).softmax(dim=1)
     g = torch.Generator().manual_seed(6)
     drafts = torch.multinomial(q, NUM_SEEDS, replacement=True, generator=g).t().contiguous()
     return verify(drafts.flatten(), **options | {"draft_logits": DRAFT_LOGITS.repeat(NUM_SEEDS, 1)} | changes)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_rejection_keeps_the_distribution(sampled: bool) -> None:
-    out = reject(sampled)
+@pytest.mark.parametrize(("sampled", "backend"), [(False, "torch"), (False, "numba"), (True, "torch")])
+def test_rejection_keeps_the_distribution(sampled: bool, backend: str) -> None:
+    out = reject(sampled, backend)
     first, second = out.token_ids[:, 0], out.token_ids[out.num_tokens > 1, 1]
     assert len(second) > 3000
     assert chi_squared(first, target(0)) > LIMIT
@@ -169,6 +200,8 @@ def test_power_against_sampling_the_target_after_rejection(monkeypatch: pytest.M
     monkeypatch.setattr(torch_backend, "_sample_nucleus", from_target)
     # The statistics move from 6.8 and 3.5 to 5097 and 2081.
     assert chi_squared(reject(False).token_ids[:, 0], target(0)) < LIMIT / 1000
+    put_back(monkeypatch, "excluded = proposal", "excluded = _NO_TOKEN")
+    assert chi_squared(reject(False, "numba").token_ids[:, 0], target(0)) < LIMIT / 1000
     assert chi_squared(reject(True).token_ids[:, 0], target(0)) < LIMIT / 1000
 
 
@@ -182,12 +215,13 @@ def test_power_against_a_draft_distribution_without_temperature() -> None:
 def test_topp_emits_the_renormalised_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     least = int(LOGITS[0].argmin())
 
-    def tokens() -> torch.Tensor:
-        out = verify([least, 0], strategy="topp", max_candidate_len=4)
+    def tokens(backend: str = "torch") -> torch.Tensor:
+        out = verify([least, 0], backend, strategy="topp", max_candidate_len=4)
         assert (out.num_tokens == 1).all()
         return out.token_ids[:, 0]
 
-    assert chi_squared(tokens(), target(0, size=4)) > LIMIT
+    for backend in ("torch", "numba"):
+        assert chi_squared(tokens(backend), target(0, size=4)) > LIMIT
     # Bug: what falls outside the candidates goes to the likeliest token. The statistic moves from
     # 3.5 to 416.
     sample = torch_backend._sample_nucleus
@@ -199,6 +233,9 @@ def test_topp_emits_the_renormalised_candidates(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch_backend, "_sample_nucleus", to_the_first)
     assert chi_squared(tokens(), target(0, size=4)) < LIMIT / 1000
+    # Bug: the sample is of the nucleus that top-p leaves, not of its first four.
+    put_back(monkeypatch, "min(top_k, max_candidates), top_p * mass", "top_k, top_p * mass")
+    assert chi_squared(tokens("numba"), target(0, size=4)) < LIMIT / 1000
 
 
 def test_topp_is_lossy_as_documented() -> None:

@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
 
-from vllm_specplus.verify import noise
+from vllm_specplus.verify import _rows, noise
 from vllm_specplus.verify.noise import (
     _hash,
     _uniform,
@@ -131,3 +132,32 @@ def test_acceptance_uniform_is_uniform_and_its_own_stream(monkeypatch: pytest.Mo
 
 def test_no_rows() -> None:
     assert gumbel_noise(torch.zeros(0).long(), torch.zeros(0).long(), 7).shape == (0, 7)
+
+
+def test_compiled_code_has_the_same_noise() -> None:
+    """The hashes bit for bit, the noise to a few units in the last place, and a bound that is never below it."""
+    seeds, positions = torch.tensor(SEEDS), torch.tensor(POSITIONS)
+    keys = noise_keys(seeds, positions)
+    hashes = _hash(seeds, positions, VOCAB).view(torch.uint32)
+    drawn = gumbel_noise(seeds, positions, VOCAB)
+    token_keys = np.empty(VOCAB, np.uint32)
+    _rows.write_token_keys(token_keys)
+    uniform = acceptance_uniform(seeds, positions)
+    for i, (seed, position) in enumerate(zip(SEEDS, POSITIONS, strict=True)):
+        key = _rows._noise_key(np.int64(seed), np.int64(position))
+        assert key == keys[i].view(torch.uint32).item()
+        assert _rows._acceptance_uniform(np.int64(seed), np.int64(position)) == uniform[i].item()
+        found = [_rows._hash(np.uint32(key), token_key) for token_key in token_keys]
+        assert found == hashes[i].tolist()
+        noise_of = np.array([_rows._gumbel(np.uint32(h)) for h in found], np.float32)
+        np.testing.assert_allclose(noise_of, drawn[i].numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_compiled_bound_is_close_and_never_below() -> None:
+    smallest, others = list(range(1000)), list(range(500_009, 2**32, 500_009))
+    excess = {
+        h: _rows._noise_bound(np.uint32(h)) - _rows._gumbel(np.uint32(h))
+        for h in (*smallest, *others, *range(2**32 - 1000, 2**32))
+    }
+    assert min(excess.values()) > 0
+    assert max(excess[h] for h in others if h < 2**32 / 100) < 0.1

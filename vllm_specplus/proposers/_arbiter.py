@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numba as nb
 import numpy as np
 
-from vllm_specplus.proposers._numba import compiled, to_pointer
+from vllm_specplus._numba import compiled, to_pointer
 from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, UNFILLED
 
 SHIFT = 16

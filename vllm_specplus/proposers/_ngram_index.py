@@ -23,7 +23,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from vllm_specplus.proposers._numba import compiled, prefetch, to_pointer
+from vllm_specplus._numba import compiled, prefetch, to_pointer
 
 # Columns of the state, [max_num_reqs, NUM_COLUMNS] int64: one cache line for each request.
 TABLE, TABLE_SIZE, CAPACITY, POSITION_MASK, NUM_INDEXED, NUM_PROMPT, NUM_FINGERPRINT = range(7)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_specplus.strategies import POLICIES, STRATEGIES
-from vllm_specplus.verify import torch_backend
+from vllm_specplus.verify import numba_backend, torch_backend
 from vllm_specplus.verify.checks import check_choice, make_inputs
 from vllm_specplus.verify.types import VerifyOutput
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "POLICIES", "STRATEGIES", "VerifyOutput", "verify_draft_tokens"]
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "numba", "torch", "triton")
 
 
 @torch.no_grad()
@@ -63,8 +63,9 @@ def verify_draft_tokens(
         verify_window: `topp`: accept a draft that is only the second choice if the next `verify_window` drafts are
             all first choices; 0 is off.
         max_candidate_len: `topp`: at most this many candidates; None is no limit.
-        backend: ``"torch"``; ``"triton"``, which needs CUDA, or Triton's interpreter (``TRITON_INTERPRET=1`` in the
-            environment); ``"auto"``: Triton on CUDA, else torch.
+        backend: ``"numba"``, for tensors on the CPU, policy ``"normal"`` and no `draft_logits`; ``"torch"``;
+            ``"triton"``, which needs CUDA, or Triton's interpreter (``TRITON_INTERPRET=1`` in the environment);
+            ``"auto"``: Triton on CUDA, numba where it can, else torch.
         max_rows: columns of the output, at least the rows of the longest request. Rows past it are left out. None:
             the longest request's number, which the host waits for on an accelerator.
         draft_logits: `rejection`: ``[num_rows, vocab]`` float32, bfloat16 or float16. Each draft was sampled from its
@@ -102,11 +103,12 @@ def verify_draft_tokens(
         draft_logits=draft_logits,
         draft_rows=draft_rows,
     )
-    if backend == "auto":
-        backend = "triton" if logits.is_cuda else "torch"
-    if backend == "torch":
+    takes_triton = backend == "triton" or (backend == "auto" and logits.is_cuda)
+    if not takes_triton:
         if workspace is not None:
-            raise ValueError("workspace is given with backend 'torch'; allowed: 'triton', which alone uses it")
+            raise ValueError(f"workspace is given with backend {backend!r}; allowed: 'triton', which alone uses it")
+        if backend == "numba" or (backend == "auto" and numba_backend.takes(inputs)):
+            return numba_backend.verify(inputs)
         return torch_backend.verify(inputs)
     # Triton is slow to import, and some platforms of vLLM have none.
     from vllm_specplus.kernels import verify as triton_backend

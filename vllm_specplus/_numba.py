@@ -1,4 +1,4 @@
-"""Helpers of the compiled code: cached compilation and two intrinsics. Importing this module imports numba."""
+"""Helpers of the compiled code: cached compilation and some intrinsics. Importing this module imports numba."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,3 +55,20 @@ def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen
+
+
+def _reinterpret(kind: Any, result: types.Type) -> Any:
+    """An intrinsic that reads a 32-bit value's bits as another type; it goes into a vector instruction."""
+
+    @intrinsic
+    def reinterpret(typingctx: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(signature.return_type))
+
+        return result(kind), codegen
+
+    return reinterpret
+
+
+bits_of = _reinterpret(types.float32, types.int32)
+float_of = _reinterpret(types.int32, types.float32)

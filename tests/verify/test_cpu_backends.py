@@ -1,4 +1,4 @@
-"""The torch backend returns exactly what the specification says."""
+"""The backends for a CPU return exactly what the specification says."""
 
 import math
 
@@ -8,12 +8,7 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzzing import fuzz
-from vllm_specplus.verify import (
-    STRATEGIES,
-    reference,
-    torch_backend,
-    verify_draft_tokens,
-)
+from vllm_specplus.verify import STRATEGIES, numba_backend, reference, torch_backend, verify_draft_tokens
 from vllm_specplus.verify.noise import gumbel_noise
 from vllm_specplus.verify.nucleus import _falling_order
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
@@ -37,17 +32,25 @@ def at_most_32_rows(counts: list[int]) -> list[int]:
     return [n for i, n in enumerate(counts) if sum(counts[: i + 1]) <= 32]
 
 
-def run(inputs: VerifyInputs, *, pads_rows: bool = False) -> VerifyOutput:
-    """Verify with guards around the inputs, and with memory that is wrong until it is written."""
-    guarded = GuardedInputs(inputs, pads_rows=pads_rows)
-    with PoisonedMemory():
-        output = torch_backend.verify(guarded.inputs)
-    guarded.check()
-    for tensor in (output.token_ids, output.num_tokens):
-        guarded.check_apart(tensor)
-    assert output.token_ids.shape == (inputs.num_reqs, inputs.max_rows)
-    assert output.num_tokens.shape == (inputs.num_reqs,)
-    return output
+def run(inputs: VerifyInputs, *, pads_rows: bool = False) -> list[VerifyOutput]:
+    """Verify with each backend, with guards around the inputs, and with memory that is wrong until it is written."""
+    guarded, outputs = GuardedInputs(inputs, pads_rows=pads_rows), []
+    for backend in (torch_backend, numba_backend) if numba_backend.takes(inputs) else (torch_backend,):
+        with PoisonedMemory():
+            output = backend.verify(guarded.inputs)
+        guarded.check()
+        for tensor in (output.token_ids, output.num_tokens):
+            guarded.check_apart(tensor)
+        assert output.token_ids.shape == (inputs.num_reqs, inputs.max_rows)
+        assert output.num_tokens.shape == (inputs.num_reqs,)
+        assert (output.token_ids.dtype, output.num_tokens.dtype) == (torch.int64, torch.int32)
+        outputs.append(output)
+    return outputs
+
+
+def assert_all_same(outputs: list[VerifyOutput], expected: VerifyOutput) -> None:
+    for output in outputs:
+        assert_same(output, expected)
 
 
 def test_writes_outside_of_outputs_and_unwritten_memory_show() -> None:
@@ -66,6 +69,7 @@ def test_writes_outside_of_outputs_and_unwritten_memory_show() -> None:
         assert (torch.zeros(2).new_empty(3, dtype=torch.int32) == -99).all()
 
 
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "numba"])
 NUM_ROWS = st.sampled_from([1, 0, 2, 3, 4, 5, 6, 9, 17])
 
 
@@ -79,7 +83,7 @@ def test_equals_reference(shape: Shape) -> None:
     expected = reference.verify(inputs)
     longest = int(expected.num_tokens.max()) if inputs.num_reqs else 0
     event(f"{shape.strategy}, {shape.policy}, at most {min(longest, 3)} tokens")
-    assert_same(run(inputs, pads_rows=shape.seed % 2 == 1), expected)
+    assert_all_same(run(inputs, pads_rows=shape.seed % 2 == 1), expected)
     valid = expected.token_ids[expected.token_ids != -1]
     assert ((valid >= 0) & (valid < shape.vocab_size)).all()
 
@@ -92,11 +96,12 @@ def test_huge_logits_and_extreme_temperatures(strategy: str, with_draft_logits: 
         inputs = make_huge_case(strategy, scale, temperature, with_draft_logits=with_draft_logits)
         expected = reference.verify(inputs)
         assert_in_range(expected, inputs)
-        assert_same(run(inputs), expected)
+        assert_all_same(run(inputs), expected)
     for scale, temperature in OPEN_CASES:
         inputs = make_huge_case(strategy, scale, temperature, with_draft_logits=with_draft_logits)
         assert_in_range(reference.verify(inputs), inputs)
-        assert_in_range(run(inputs), inputs)
+        for output in run(inputs):
+            assert_in_range(output, inputs)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -114,10 +119,10 @@ def test_chunks_do_not_show(strategy: str, monkeypatch: pytest.MonkeyPatch) -> N
         seed=3,
     )
     inputs = make_case(shape)
-    whole = run(inputs)
+    whole = torch_backend.verify(inputs)
     for elements in (1, 250, 1000):
         monkeypatch.setattr(torch_backend, "_CHUNK_ELEMENTS", elements)
-        assert_same(run(inputs), whole)
+        assert_all_same(run(inputs), whole)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -141,7 +146,7 @@ def test_rows_of_several_thousand_tokens(strategy: str, filters: set[str]) -> No
         ).consistent()
         inputs = make_case(shape)
         temperatures += inputs.temperature.tolist()
-        assert_same(run(inputs), reference.verify(inputs))
+        assert_all_same(run(inputs), reference.verify(inputs))
     assert 0 < temperatures.count(0.0) < len(temperatures)
 
 
@@ -157,14 +162,20 @@ def test_rows_of_several_thousand_tokens(strategy: str, filters: set[str]) -> No
     ],
 )
 @pytest.mark.parametrize("vocab_size", [3, 64, 1500])
-def test_largest_logit(row: list[float], vocab_size: int) -> None:
+@BACKENDS
+def test_largest_logit(row: list[float], vocab_size: int, backend: str) -> None:
     """The first of the largest logits, which may lie in the last block or be followed by equals."""
     for start in (0, vocab_size - 3):
         logits = torch.full((2, vocab_size), -math.inf)
         logits[0, start : start + 3] = torch.tensor(row)
         logits[1, -1] = 0.0
         out = verify_draft_tokens(
-            logits, torch.tensor([0, 1, 2]), torch.full((2,), -1), torch.zeros(2), strategy="rejection"
+            logits,
+            torch.tensor([0, 1, 2]),
+            torch.full((2,), -1),
+            torch.zeros(2),
+            strategy="rejection",
+            backend=backend,
         )
         expected = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(dim=1)
         assert out.token_ids[:, 0].tolist() == expected.tolist()
@@ -180,7 +191,8 @@ def test_wide_nucleus_is_ordered_by_value_then_by_id() -> None:
     assert torch.equal(_falling_order(z), expected)
 
 
-def test_flat_row_of_a_large_vocabulary() -> None:
+@BACKENDS
+def test_flat_row_of_a_large_vocabulary(backend: str) -> None:
     """The nucleus is found after several rounds: it is 1 % of equal tokens, the lowest ids."""
     vocab_size, num_reqs = 1 << 15, 20
     out = verify_draft_tokens(
@@ -192,13 +204,15 @@ def test_flat_row_of_a_large_vocabulary() -> None:
         seeds=torch.arange(num_reqs),
         positions=torch.zeros(num_reqs, dtype=torch.int64),
         strategy="target_match",
+        backend=backend,
     )
     noise = gumbel_noise(torch.arange(num_reqs), torch.zeros(num_reqs).long(), vocab_size)
     expected = noise[:, : vocab_size // 128].argmax(dim=1)
     assert out.token_ids[:, 0].tolist() == expected.tolist()
 
 
-def test_masses_near_the_threshold_stay_near_it() -> None:
+@BACKENDS
+def test_masses_near_the_threshold_stay_near_it(backend: str) -> None:
     """Guarantee where rounding decides: whatever is emitted or accepted is a candidate by some
     top_p within 1e-6 of the one asked for."""
     vocab_size, num_rows = 1000, 64
@@ -219,6 +233,7 @@ def test_masses_near_the_threshold_stay_near_it() -> None:
             torch.ones(num_rows),
             top_p=top_p,
             strategy="topp",
+            backend=backend,
         )
         return out.num_tokens == 2
 

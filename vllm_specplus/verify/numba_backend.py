@@ -1,0 +1,109 @@
+"""Verification on a CPU in compiled code: the specification of `reference.py`, one row after the other.
+
+A step of few rows takes torch some hundred operations, most of which are shorter than their launches. Here it is one
+call. Rows behind the end of a request's run are not read. One thread works on all rows.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from vllm_specplus.strategies import STRATEGIES
+from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
+
+_WITH_RULES = ("greedy", "target_match", "topp", "rejection")
+_NO_FLOATS, _NO_INTEGERS = np.empty(0, np.float32), np.empty(0, np.int64)
+
+
+def takes(inputs: VerifyInputs) -> bool:
+    """Whether this backend has the rules for some inputs: on a CPU, policy `normal`, drafts that were not sampled."""
+    has_rules = inputs.strategy in _WITH_RULES and inputs.policy == "normal" and inputs.draft_logits is None
+    return has_rules and inputs.logits.device.type == "cpu"
+
+
+def prepare() -> None:
+    """Load the compiled code, or compile it where nothing is cached: some seconds, once."""
+    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    verify(
+        VerifyInputs(
+            one[:, None], torch.arange(2), zero, one, None, None, None, zero, zero, "topp", "normal", 0, None, 1
+        )
+    )
+
+
+def verify(inputs: VerifyInputs) -> VerifyOutput:
+    """Verify the drafts of every request; see ``vllm_specplus.verify.verify_draft_tokens``.
+
+    Raises:
+        ValueError: `takes` is false.
+    """
+    if not takes(inputs):
+        drafts = "one-hot" if inputs.draft_logits is None else "sampled"
+        raise ValueError(
+            f"backend is 'numba', strategy {inputs.strategy!r}, policy {inputs.policy!r}, the device "
+            f"{inputs.logits.device}, and drafts are {drafts}; allowed with 'numba': policy 'normal', the cpu and no "
+            "draft_logits"
+        )
+    # numba, imported before a vLLM CPU worker has started, breaks that worker.
+    from vllm_specplus.verify import _rows
+
+    vocab_size = inputs.vocab_size
+    token_ids = torch.empty((inputs.num_reqs, inputs.max_rows), dtype=torch.int64)
+    num_tokens = torch.empty(inputs.num_reqs, dtype=torch.int32)
+    logits = inputs.logits.to(torch.float32)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    stride = logits.stride(0)
+    size = (inputs.num_rows - 1) * stride + vocab_size if inputs.num_rows else 0
+    batch = _rows.Batch(
+        logits=_array(logits.as_strided((size,), (1,))),
+        stride=stride,
+        vocab_size=vocab_size,
+        cu_num_rows=_array(inputs.cu_num_rows),
+        draft_token_ids=_array(inputs.draft_token_ids),
+        temperature=_array(inputs.temperature),
+        top_p=_NO_FLOATS if inputs.top_p is None else _array(inputs.top_p),
+        top_k=_NO_INTEGERS if inputs.top_k is None else _array(inputs.top_k),
+        min_p=_NO_FLOATS if inputs.min_p is None else _array(inputs.min_p),
+        seeds=_array(inputs.seeds),
+        positions=_array(inputs.positions),
+        token_keys=_token_keys(vocab_size),
+    )
+    num_blocks = -(-vocab_size // _rows.BLOCK)
+    row = _rows.Row(
+        keys=_scratch(num_blocks * _rows.BLOCK, torch.int32),
+        maxima=_scratch(num_blocks, torch.int32),
+        weights=_scratch(num_blocks * _rows.BLOCK, torch.float32),
+        found=_scratch(num_blocks * _rows.BLOCK, torch.int32),
+        counts=_scratch(_rows.NUM_BINS, torch.int64),
+        masses=_scratch(_rows.NUM_BINS, torch.float64),
+    )
+    max_candidates = vocab_size if inputs.max_candidate_len is None else min(inputs.max_candidate_len, vocab_size)
+    options = (STRATEGIES.index(inputs.strategy), inputs.verify_window, max_candidates)
+    _rows.verify(
+        batch,
+        options,
+        row,
+        token_ids.numpy(),
+        num_tokens.numpy(),
+    )
+    return VerifyOutput(token_ids, num_tokens)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().numpy()
+
+
+def _scratch(size: int, dtype: torch.dtype) -> np.ndarray:
+    # By torch, whose unwritten memory tests fill.
+    return torch.empty(size, dtype=dtype).numpy()
+
+
+@lru_cache(maxsize=4)
+def _token_keys(vocab_size: int) -> np.ndarray:
+    from vllm_specplus.verify import _rows
+
+    keys = np.empty(-(-vocab_size // _rows.BLOCK) * _rows.BLOCK, np.uint32)
+    _rows.write_token_keys(keys)
+    return keys
