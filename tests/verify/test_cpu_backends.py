@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzzing import fuzz
-from vllm_specplus.verify import STRATEGIES, numba_backend, reference, torch_backend, verify_draft_tokens
+from vllm_specplus.verify import STRATEGIES, _rows, numba_backend, reference, torch_backend, verify_draft_tokens
 from vllm_specplus.verify.noise import gumbel_noise
 from vllm_specplus.verify.nucleus import _falling_order
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
@@ -179,6 +179,32 @@ def test_largest_logit(row: list[float], vocab_size: int, backend: str) -> None:
         )
         expected = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(dim=1)
         assert out.token_ids[:, 0].tolist() == expected.tolist()
+
+
+@BACKENDS
+def test_a_greedy_request_has_no_window(backend: str) -> None:
+    """The second choice is not accepted at temperature 0, though the drafts behind it come first."""
+    logits = torch.full((6, 8), -5.0)
+    logits[::3, 1:3] = torch.tensor([2.0, 3.0])
+    logits[1::3, 4] = logits[2::3, 6] = 5.0
+    out = verify_draft_tokens(
+        logits,
+        torch.tensor([0, 3, 6]),
+        torch.tensor([1, 4, -1, 1, 4, -1]),
+        torch.tensor([0.0, 1.0]),
+        top_k=torch.tensor([1, 1]),
+        seeds=torch.tensor([0, 0]),
+        positions=torch.arange(6),
+        strategy="topp",
+        verify_window=1,
+        backend=backend,
+    )
+    assert out.token_ids.tolist() == [[2, -1, -1], [1, 4, 6]]
+
+
+def test_every_strategy_has_a_number_of_its_own() -> None:
+    assert set(_rows.CODES) == set(STRATEGIES)
+    assert set(_rows.CODES.values()) == set(range(len(STRATEGIES)))
 
 
 def test_wide_nucleus_is_ordered_by_value_then_by_id() -> None:

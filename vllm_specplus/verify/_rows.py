@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_specplus._numba import bits_of, compiled, float_of
-from vllm_specplus.strategies import STRATEGIES
 
 BLOCK = 64
-GREEDY, TARGET_MATCH, TOPP, REJECTION = map(STRATEGIES.index, ("greedy", "target_match", "topp", "rejection"))
+# Literals: code in numba's cache keeps the numbers that it was compiled with.
+CODES = {"greedy": 0, "target_match": 1, "topp": 2, "rejection": 3}
+_GREEDY, _TARGET_MATCH, _TOPP, _REJECTION = CODES.values()
 
 _f32, _i32, _u32 = np.float32, np.int32, np.uint32
 _NEG_INF, _POS_INF = _f32(-math.inf), _f32(math.inf)
@@ -43,7 +44,7 @@ _SMALLEST_UNIFORM = _f32(4.6566127342e-10)
 _WORD = 0xFFFFFFFF
 
 # exp(x) = 2^n exp(r), |r| <= ln(2) / 2: ln(2) in two parts, and the series of exp(r) from its last term on.
-_LOG2_E, _LN2 = _f32(1.0 / math.log(2.0)), _f32(math.log(2.0))
+_LOG2_E = _f32(1.0 / math.log(2.0))
 _LN2_HIGH, _LN2_LOW = _f32(0.693359375), _f32(math.log(2.0) - 0.693359375)
 _EXP_SERIES = tuple(_f32(1.0 / math.factorial(n)) for n in range(7, 1, -1))
 _LEAST_EXPONENT = _f32(-87.0)
@@ -423,7 +424,7 @@ def _judge(
     """
     strategy, _, max_candidates = options
     temperature = batch.temperature[request]
-    is_greedy = strategy == GREEDY or temperature == 0
+    is_greedy = strategy == _GREEDY or temperature == 0
     best_block = _read(batch, i, _ONE if is_greedy else temperature, row)
     best = _value(row.maxima[best_block])
     if best == _NEG_INF:
@@ -443,23 +444,23 @@ def _judge(
     if is_filtered:
         lowest, last, mass = _nucleus(row, best, (top_p, top_k, min_p, max_candidates), vocab_size)
         nucleus = lowest, last
-    elif strategy == REJECTION and can_accept:
+    elif strategy == _REJECTION and can_accept:
         mass = _weigh(row, best)
     is_inside = can_accept and (
         row.keys[proposal] > nucleus[0] or (row.keys[proposal] == nucleus[0] and proposal <= nucleus[1])
     )
     excluded = _NO_TOKEN
-    if strategy == REJECTION:
+    if strategy == _REJECTION:
         excluded = proposal
         if is_inside and row.weights[proposal] / mass > _acceptance_uniform(batch.seeds[request], batch.positions[i]):
             return True, _NO_TOKEN
-    elif strategy == TOPP and is_inside:
+    elif strategy == _TOPP and is_inside:
         return True, _NO_TOKEN
     noise_key = _noise_key(batch.seeds[request], batch.positions[i])
     token = _sample(row, batch.token_keys, noise_key, best_block, nucleus, excluded)
     if token == _NO_TOKEN:
         token = _first(row, best_block)
-    return strategy == TARGET_MATCH and can_accept and token == proposal, token
+    return strategy == _TARGET_MATCH and can_accept and token == proposal, token
 
 
 @compiled(allocates=False)
@@ -490,7 +491,7 @@ def verify(
     """Verify the drafts of every request; see ``vllm_specplus.verify.verify_draft_tokens``.
 
     Args:
-        options: the strategy's place in `STRATEGIES`, the `verify_window`, and the `max_candidate_len` or the
+        options: one of `CODES`, the `verify_window`, and the `max_candidate_len` or the
             vocabulary's size.
         token_ids: ``[num_reqs, max_rows]`` int64, written.
         num_tokens: ``[num_reqs]`` int32, written.
@@ -505,7 +506,8 @@ def verify(
             if proposal < 0 or proposal >= batch.vocab_size:
                 proposal = _NO_TOKEN
             accepts, token = _judge(batch, request, i, proposal, options, row)
-            if not accepts and strategy == TOPP and i + verify_window < end - 1 and verify_window > 0:
+            has_window = strategy == _TOPP and verify_window > 0 and i + verify_window < end - 1
+            if has_window and not accepts and batch.temperature[request] > 0:
                 accepts = proposal == _second(row) != _NO_TOKEN
                 accepts = accepts and _come_first(batch, request, i + 1, i + 1 + verify_window, row)
             token_ids[request, count] = proposal if accepts else token

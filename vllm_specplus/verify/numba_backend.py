@@ -9,7 +9,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from vllm_specplus.strategies import STRATEGIES
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
 _WITH_RULES = ("greedy", "target_match", "topp", "rejection")
@@ -80,7 +79,7 @@ def verify(inputs: VerifyInputs) -> VerifyOutput:
         masses=_scratch(_rows.NUM_BINS, torch.float64),
     )
     max_candidates = vocab_size if inputs.max_candidate_len is None else min(inputs.max_candidate_len, vocab_size)
-    options = (STRATEGIES.index(inputs.strategy), inputs.verify_window, max_candidates)
+    options = (_rows.CODES[inputs.strategy], inputs.verify_window, max_candidates)
     _rows.verify(
         batch,
         options,

@@ -13,11 +13,16 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.sample.sampler import Sampler
 
+from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.runners.v1.samplers import (
     RewindingSampler,
     StrategyRejectionSampler,
+    StrategySampler,
     _are_processors_idle,
 )
+
+NUM_ROWS, VOCAB_SIZE = 16, 1024
+LIMIT = 5
 
 
 def test_rows_without_drafts_are_bonus_rows() -> None:
@@ -90,3 +95,54 @@ IDLE: dict[str, Any] = {
 def test_whether_processors_are_idle(changes: dict[str, Any], processors: list[Any], idle: bool) -> None:
     metadata = SimpleNamespace(**IDLE | changes, logitsprocs=LogitsProcessors(processors))
     assert _are_processors_idle(metadata) is idle
+
+
+def sampler_of(strategy: str) -> StrategySampler:
+    options = SpecPlusOptions(
+        method="ngram",
+        num_speculative_tokens=4,
+        verify_strategy=strategy,
+        max_candidate_len=LIMIT if strategy == "topp" else None,
+    )
+    sampler = StrategySampler()
+    sampler.set_runner(
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(specplus=options),
+            device=torch.device("cpu"),
+            query_start_loc=SimpleNamespace(gpu=torch.arange(NUM_ROWS + 1)),
+            _get_positions=lambda indices: indices,
+        )
+    )
+    return sampler
+
+
+def sample(strategy: str, num_rows: int = NUM_ROWS, *, has_seeds: bool = False, top_p: float | None = None) -> set[int]:
+    """Tokens of flat rows."""
+    generators = {i: torch.Generator().manual_seed(i) for i in range(num_rows)} if has_seeds else {}
+    metadata = SimpleNamespace(
+        all_greedy=False,
+        all_random=True,
+        temperature=torch.ones(num_rows),
+        top_p=None if top_p is None else torch.full((num_rows,), top_p),
+        top_k=None,
+        generators=generators,
+        logitsprocs=SimpleNamespace(argmax_invariant=[]),
+        max_num_logprobs=None,
+        logprob_token_ids=None,
+    )
+    tokens, processed = sampler_of(strategy).sample(torch.zeros(num_rows, VOCAB_SIZE), metadata)
+    assert processed is None
+    return set(tokens.tolist())
+
+
+@pytest.mark.parametrize("num_rows", [1, NUM_ROWS])
+def test_the_limits_of_topp_do_not_hold_for_rows_without_seeds(num_rows: int) -> None:
+    """Whether there are many logits or few: the plugin's code samples many, vLLM's few."""
+    tokens = {token for _ in range(NUM_ROWS // num_rows) for token in sample("topp", num_rows)}
+    assert len(tokens) > LIMIT
+    assert sample("topp", has_seeds=True) <= set(range(LIMIT))
+
+
+def test_many_rows_without_seeds_are_samples_of_the_nucleus() -> None:
+    torch.manual_seed(0)
+    assert max(sample("target_match", top_p=0.125)) < VOCAB_SIZE / 8 <= max(sample("target_match"))

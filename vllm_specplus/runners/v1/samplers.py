@@ -98,6 +98,8 @@ class _Verifier:
         max_rows: int,
         metadata: Any,
         draft_probs: torch.Tensor | None = None,
+        *,
+        is_plain: bool = False,
     ) -> torch.Tensor:
         """Verify one batch.
 
@@ -110,6 +112,7 @@ class _Verifier:
             metadata: vLLM's sampling metadata.
             draft_probs: [num_rows, vocab] float32, the distributions that the drafts were sampled from; None if they
                 were not sampled.
+            is_plain: sample from the target's nucleus, whatever the strategy and the policy; no row has a draft.
 
         Returns:
             [num_reqs, max_rows] int64 tokens, -1 after each request's last.
@@ -139,10 +142,15 @@ class _Verifier:
             top_k=metadata.top_k,
             seeds=seeds,
             positions=positions,
+            max_rows=max_rows,
+        )
+        if is_plain:
+            return verify(strategy="target_match").token_ids
+        verify = functools.partial(
+            verify,
             strategy=self._strategy,
             verify_window=self._verify_window,
             max_candidate_len=self._max_candidate_len,
-            max_rows=max_rows,
             draft_logits=draft_logits,
         )
         tokens = verify(policy=self._policy).token_ids
@@ -191,10 +199,12 @@ class StrategySampler(Sampler):
         Returns:
             [num_reqs] int64 tokens, and processed logprobs where the engine's mode asks for them.
         """
-        # All strategies sample rows without a seed from the same distribution, so the faster way may take them.
-        is_fastest = logits.device.type == "cpu" and logits.numel() >= _MANY_LOGITS
-        is_asked = self._verifier.never_samples or sampling_metadata.generators or is_fastest
-        if sampling_metadata.all_greedy or not is_asked:
+        wants_logprobs = sampling_metadata.max_num_logprobs is not None or bool(sampling_metadata.logprob_token_ids)
+        has_strategy = self._verifier.never_samples or bool(sampling_metadata.generators)
+        # Rows without a draft and a seed are samples of the target's nucleus, which the plugin may find faster.
+        is_faster = logits.device.type == "cpu" and logits.numel() >= _MANY_LOGITS and not wants_logprobs
+        is_faster &= not getattr(self, "use_fp64_gumbel", False)
+        if sampling_metadata.all_greedy or not (has_strategy or is_faster):
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
         num_reqs = logits.shape[0]
         rows = torch.arange(num_reqs + 1, dtype=torch.int32, device=logits.device)
@@ -206,9 +216,10 @@ class StrategySampler(Sampler):
             starts[1:].long() - 1,
             1,
             sampling_metadata,
+            is_plain=not has_strategy,
         )
         processed = None
-        if sampling_metadata.max_num_logprobs is not None or sampling_metadata.logprob_token_ids:
+        if wants_logprobs:
             _, processed = super().sample(logits, sampling_metadata, logprobs_mode_override)
         return tokens[:, 0], processed
 
