@@ -78,11 +78,10 @@ def environment(site: Path, dry: bool) -> dict[str, str]:
 
 
 def failed_build(building: subprocess.Popen[bytes] | None, out: Path) -> list[str]:
-    """What to say of the suffix trees' build, if it has not ended well."""
-    if building is None or building.poll() == 0:
+    """What to say of the suffix trees' build, if it has failed."""
+    if building is None or not building.poll():
         return []
-    what = "is not done" if building.poll() is None else f"exited with {building.poll()}"
-    return [end_of_log(out, "suffix-build", f"the build of suffix trees {what}")]
+    return [end_of_log(out, "suffix-build", f"the build of suffix trees exited with {building.returncode}")]
 
 
 def run(args: argparse.Namespace, scratch: Path) -> int:

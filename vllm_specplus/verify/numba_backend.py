@@ -26,7 +26,20 @@ def prepare() -> None:
     one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int64)
     verify(
         VerifyInputs(
-            one[:, None], torch.arange(2), zero, one, None, None, None, zero, zero, "topp", "normal", 0, None, 1
+            logits=one[:, None],
+            cu_num_rows=torch.arange(2),
+            draft_token_ids=zero,
+            temperature=one,
+            top_p=None,
+            top_k=None,
+            min_p=None,
+            seeds=zero,
+            positions=zero,
+            strategy="greedy",
+            policy="normal",
+            verify_window=0,
+            max_candidate_len=None,
+            max_rows=1,
         )
     )
 
@@ -80,13 +93,7 @@ def verify(inputs: VerifyInputs) -> VerifyOutput:
     )
     max_candidates = vocab_size if inputs.max_candidate_len is None else min(inputs.max_candidate_len, vocab_size)
     options = (_rows.CODES[inputs.strategy], inputs.verify_window, max_candidates)
-    _rows.verify(
-        batch,
-        options,
-        row,
-        token_ids.numpy(),
-        num_tokens.numpy(),
-    )
+    _rows.verify(batch, options, row, token_ids.numpy(), num_tokens.numpy())
     return VerifyOutput(token_ids, num_tokens)
 
 
