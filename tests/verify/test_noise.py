@@ -18,6 +18,7 @@ from vllm_specplus.verify.noise import (
     gumbel_noise,
     log_uniform_bound,
     noise_keys,
+    token_keys,
     token_noise,
 )
 
@@ -140,14 +141,13 @@ def test_compiled_code_has_the_same_noise() -> None:
     keys = noise_keys(seeds, positions)
     hashes = _hash(seeds, positions, VOCAB).view(torch.uint32)
     drawn = gumbel_noise(seeds, positions, VOCAB)
-    token_keys = np.empty(VOCAB, np.uint32)
-    _rows.write_token_keys(token_keys)
+    of_tokens = token_keys(VOCAB, seeds.device).numpy().view(np.uint32)
     uniform = acceptance_uniform(seeds, positions)
     for i, (seed, position) in enumerate(zip(SEEDS, POSITIONS, strict=True)):
         key = _rows._noise_key(np.int64(seed), np.int64(position))
         assert key == keys[i].view(torch.uint32).item()
         assert _rows._acceptance_uniform(np.int64(seed), np.int64(position)) == uniform[i].item()
-        found = [_rows._hash(np.uint32(key), token_key) for token_key in token_keys]
+        found = [_rows._hash(np.uint32(key), token_key) for token_key in of_tokens]
         assert found == hashes[i].tolist()
         noise_of = np.array([_rows._gumbel(np.uint32(h)) for h in found], np.float32)
         np.testing.assert_allclose(noise_of, drawn[i].numpy(), rtol=1e-6, atol=1e-6)

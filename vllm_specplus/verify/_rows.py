@@ -66,7 +66,7 @@ class Batch(NamedTuple):
     Attributes:
         logits: float32, from the first row's first element on.
         stride: elements from a row to the next one.
-        token_keys: ``[padded_size]`` uint32, what each token brings into the hash of its noise.
+        token_keys: ``[padded_size]`` uint32, of ``noise.token_keys``.
     """
 
     logits: np.ndarray
@@ -474,13 +474,6 @@ def _come_first(batch: Batch, request: int, start: int, end: int, row: Row) -> b
 
 
 @compiled(allocates=False)
-def write_token_keys(keys: np.ndarray) -> None:
-    """Write what each token id brings into the hash of its noise."""
-    for token in range(len(keys)):
-        keys[token] = _rotated_key(_u32(token))
-
-
-@compiled(allocates=False)
 def verify(
     batch: Batch,
     options: tuple[int, int, int],
@@ -491,8 +484,7 @@ def verify(
     """Verify the drafts of every request; see ``vllm_specplus.verify.verify_draft_tokens``.
 
     Args:
-        options: one of `CODES`, the `verify_window`, and the `max_candidate_len` or the
-            vocabulary's size.
+        options: one of `CODES`, the `verify_window`, and the `max_candidate_len` or the vocabulary's size.
         token_ids: ``[num_reqs, max_rows]`` int64, written.
         num_tokens: ``[num_reqs]`` int32, written.
     """

@@ -87,7 +87,7 @@ def log_uniform_bound(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     Returns:
         ``[n, vocab_size]`` float32.
     """
-    u = _unfinished_hash(keys, _token_keys(vocab_size, keys.device)).view(torch.uint32).to(torch.float32)
+    u = _unfinished_hash(keys, token_keys(vocab_size, keys.device)).view(torch.uint32).to(torch.float32)
     half = torch.tensor(_BOUND_SCALE / 2, device=u.device)
     return torch.add(half, u, alpha=_BOUND_SCALE, out=u).log_()
 
@@ -123,7 +123,7 @@ def _split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _hash(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Murmur3 (x86, 32 bits) of seed, position and token id: ``[n, vocab_size]`` int32."""
-    h = _unfinished_hash(noise_keys(seeds, positions), _token_keys(vocab_size, seeds.device))
+    h = _unfinished_hash(noise_keys(seeds, positions), token_keys(vocab_size, seeds.device))
     return _finish_hash(h)
 
 
@@ -147,7 +147,7 @@ def _finish_hash(h: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4)
-def _token_keys(vocab_size: int, device: torch.device) -> torch.Tensor:
+def token_keys(vocab_size: int, device: torch.device) -> torch.Tensor:
     """What each token id brings into the hash: ``[vocab_size]`` int32, the same in every step."""
     return _rotated_key(torch.arange(vocab_size, dtype=torch.int32, device=device))
 

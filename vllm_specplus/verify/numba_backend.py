@@ -4,21 +4,18 @@ A step of few rows takes torch some hundred operations, most of which are shorte
 call. Rows behind the end of a request's run are not read. One thread works on all rows.
 """
 
-from functools import lru_cache
-
 import numpy as np
 import torch
 
+from vllm_specplus.verify.noise import token_keys
 from vllm_specplus.verify.types import VerifyInputs, VerifyOutput
 
-_WITH_RULES = ("greedy", "target_match", "topp", "rejection")
 _NO_FLOATS, _NO_INTEGERS = np.empty(0, np.float32), np.empty(0, np.int64)
 
 
 def takes(inputs: VerifyInputs) -> bool:
-    """Whether this backend has the rules for some inputs: on a CPU, policy `normal`, drafts that were not sampled."""
-    has_rules = inputs.strategy in _WITH_RULES and inputs.policy == "normal" and inputs.draft_logits is None
-    return has_rules and inputs.logits.device.type == "cpu"
+    """Whether this backend verifies some inputs: on a CPU, policy `normal`, drafts that were not sampled."""
+    return inputs.logits.device.type == "cpu" and inputs.policy == "normal" and inputs.draft_logits is None
 
 
 def prepare() -> None:
@@ -53,14 +50,15 @@ def verify(inputs: VerifyInputs) -> VerifyOutput:
     if not takes(inputs):
         drafts = "one-hot" if inputs.draft_logits is None else "sampled"
         raise ValueError(
-            f"backend is 'numba', strategy {inputs.strategy!r}, policy {inputs.policy!r}, the device "
-            f"{inputs.logits.device}, and drafts are {drafts}; allowed with 'numba': policy 'normal', the cpu and no "
-            "draft_logits"
+            f"backend is 'numba', policy {inputs.policy!r}, the device {inputs.logits.device}, and drafts are "
+            f"{drafts}; allowed with 'numba': policy 'normal', the cpu and no draft_logits"
         )
     # numba, imported before a vLLM CPU worker has started, breaks that worker.
     from vllm_specplus.verify import _rows
 
     vocab_size = inputs.vocab_size
+    num_blocks = -(-vocab_size // _rows.BLOCK)
+    padded_size = num_blocks * _rows.BLOCK
     token_ids = torch.empty((inputs.num_reqs, inputs.max_rows), dtype=torch.int64)
     num_tokens = torch.empty(inputs.num_reqs, dtype=torch.int32)
     logits = inputs.logits.to(torch.float32)
@@ -80,14 +78,13 @@ def verify(inputs: VerifyInputs) -> VerifyOutput:
         min_p=_NO_FLOATS if inputs.min_p is None else _array(inputs.min_p),
         seeds=_array(inputs.seeds),
         positions=_array(inputs.positions),
-        token_keys=_token_keys(vocab_size),
+        token_keys=token_keys(padded_size, logits.device).numpy().view(np.uint32),
     )
-    num_blocks = -(-vocab_size // _rows.BLOCK)
     row = _rows.Row(
-        keys=_scratch(num_blocks * _rows.BLOCK, torch.int32),
+        keys=_scratch(padded_size, torch.int32),
         maxima=_scratch(num_blocks, torch.int32),
-        weights=_scratch(num_blocks * _rows.BLOCK, torch.float32),
-        found=_scratch(num_blocks * _rows.BLOCK, torch.int32),
+        weights=_scratch(padded_size, torch.float32),
+        found=_scratch(padded_size, torch.int32),
         counts=_scratch(_rows.NUM_BINS, torch.int64),
         masses=_scratch(_rows.NUM_BINS, torch.float64),
     )
@@ -104,12 +101,3 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 def _scratch(size: int, dtype: torch.dtype) -> np.ndarray:
     # By torch, whose unwritten memory tests fill.
     return torch.empty(size, dtype=dtype).numpy()
-
-
-@lru_cache(maxsize=4)
-def _token_keys(vocab_size: int) -> np.ndarray:
-    from vllm_specplus.verify import _rows
-
-    keys = np.empty(-(-vocab_size // _rows.BLOCK) * _rows.BLOCK, np.uint32)
-    _rows.write_token_keys(keys)
-    return keys
