@@ -38,7 +38,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -345,7 +345,11 @@ def replay_adaptive(
         known = list(histories(trace))
 
         def draft(position: int, trace: Trace = trace, reference: Any = reference, known: Any = known) -> Drafted:
-            drafter.set_prices(pace.prices(costs if meter is None else meter.costs(1), 1))
+            if meter is None:
+                # Verification costs nothing here, so no step goes without drafts to find out.
+                drafter.set_prices(replace(pace.prices(costs, 1), verification=None))
+            else:
+                drafter.set_prices(pace.prices(meter.costs(1), 1))
             history = known[position]
             passes = min(drafter.plan(history, limit, [reference]), len(trace.drafts[position]))
             model_drafts = np.array([trace.drafts[position][:passes]], np.int32).reshape(1, passes)

@@ -33,6 +33,7 @@ TRIAL = 1 << 8
 PRIOR_TRIALS = 4 * TRIAL
 DERIVED_TRIALS = 6 * TRIAL  # the weight of what other keys tell of one
 MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
+MAX_COPIED_TRIALS = 128 * TRIAL  # of chains' keys: a step of a long chain has many trials of one
 MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
 # Where a request's records begin: those of each source, and of each source's disputed drafts. A draft is disputed where
 # the model says one thing and the chains another. Behind them is one of a kind that knows no hits: see `_count_end`.
@@ -282,12 +283,6 @@ def _chance(beliefs: Beliefs, row: int, key: int, source: int) -> int:
 
 
 @compiled(allocates=False, forceinline=True)
-def _chance_of_model(offers: Offers, beliefs: Beliefs, row: int, place: int, passes: int) -> int:
-    """The chance of the model's draft at a place."""
-    return _chance(beliefs, row, _model_key(offers, row, place, passes), MODEL)
-
-
-@compiled(allocates=False, forceinline=True)
 def _agreeing(offers: Offers, row: int, c: int, n: int, agreeing: int) -> int:
     """Which of some chains say what chain `c` says up to its token n, if they do up to the one before.
 
@@ -350,9 +345,7 @@ def _chance_of_token(
     """The chance of token n of a chain, with what other chains say; for `before` and `agreeing` see `_rivals`."""
     start = offers.starts[c]
     chance = _chance_of_chains(offers, beliefs, row, start, agreeing, n, passes)
-    end = _chance_of_end(offers, beliefs, row, c, n)
-    if end > 0:
-        chance = _chance_against(chance, end)
+    chance = chance * (ONE - _chance_of_end(offers, beliefs, row, c, n)) >> SHIFT
     rivals = _rivals(offers, row, c, n, before, agreeing)
     if rivals == 0:
         return chance
@@ -378,6 +371,30 @@ def _chance_of_chains(offers: Offers, beliefs: Beliefs, row: int, start: int, wh
             if is_models and source == REFERENCE:
                 best = max(best, _chance(beliefs, row, _copied_key(offers, row, c, n), source))
     return best
+
+
+@compiled(allocates=False, forceinline=True)
+def _chance_of_disputed(offers: Offers, beliefs: Beliefs, row: int, place: int, passes: int) -> int:
+    """The best chance of the chains that say what the model does at a place, beside others that do not; else -1."""
+    best = -1
+    for c in range(len(offers.starts)):
+        if offers.starts[c] != place or offers.lengths[row, c] == 0:
+            continue
+        agreeing = _agreeing(offers, row, c, 0, ALL_CHAINS)
+        is_models = offers.chains[row, c, 0] == offers.model[row, place]
+        if is_models and _rivals(offers, row, c, 0, ALL_CHAINS, agreeing) != 0:
+            best = max(best, _chance_of_token(offers, beliefs, row, c, 0, ALL_CHAINS, agreeing, passes))
+    return best
+
+
+@compiled(allocates=False)
+def _chance_of_model(offers: Offers, beliefs: Beliefs, row: int, place: int, passes: int) -> int:
+    """The chance of the model's draft at a place; where some chains say it too and others do not, that of a chain."""
+    key = _model_key(offers, row, place, passes)
+    chance = -1
+    if AGREED <= key < DIFFERED:
+        chance = _chance_of_disputed(offers, beliefs, row, place, passes)
+    return chance if chance >= 0 else _chance(beliefs, row, key, MODEL)
 
 
 @compiled(allocates=False, forceinline=True)
@@ -709,7 +726,7 @@ def update_chances(table: Table) -> None:
             table.misses[key] = 0
             table.trials[key] >>= 1
             table.hits[key] >>= 1
-        while table.trials[key] >= MAX_TRIALS:
+        while table.trials[key] >= (MAX_TRIALS if key < COPIED else MAX_COPIED_TRIALS):
             table.trials[key] >>= 1
             table.hits[key] >>= 1
         table.chances[key] = table.hits[key] * ONE // max(table.trials[key], 1)

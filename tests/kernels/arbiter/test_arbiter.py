@@ -77,6 +77,7 @@ class Pair:
         # A large batch leaves several times as many trials as are kept.
         counts = [0, 1, spec.MAX_TRIALS - 1, 9 * spec.MAX_TRIALS, *self.integers(0, spec.MAX_TRIALS, (3,))]
         trials = self.random.choice(counts[2:3] if is_full else counts, num_keys)
+        trials[spec.COPIED :] *= spec.MAX_COPIED_TRIALS // spec.MAX_TRIALS
         hits = self.integers(0, trials + 1, num_keys) if hit_rate is None else trials * hit_rate
         misses = self.integers(0, spec.MAX_MISSES, num_keys)
         chances = self.random.choice([0, ONE, *self.integers(0, ONE + 1, (9,))], num_keys)

@@ -146,13 +146,13 @@ def _choose_kernel(
     passes = tl.load(offers.passes + row, mask=is_request, other=0).to(tl.int32)
     chains = load_chains(offers, row, passes, sizes)
 
+    rooms = tl.minimum(chains.lengths, limit - chains.starts)
+    known = _chances_of_chains(offers, beliefs, row, chains, rooms, sizes)
+
     # The value of the model's first drafts by their number. What survives before each chain is 0 where the drafts
     # before it are not worth their slots.
     numbers = tl.arange(0, sizes.BLOCK_STEPS)
-    is_drafted = numbers < passes
-    keys = model_keys(chains, sizes)
-    chances = tl.load(beliefs.chances + keys, mask=is_drafted, other=0)
-    chances = tl.where(is_drafted, scaled(chances, factors(beliefs.record, row, records_of(keys, _MODEL))), 0)
+    chances = _chances_of_model(beliefs, row, chains, known, passes, sizes)
     values = tl.zeros_like(chances)
     survival, value = tl.full((), ONE, tl.int64), tl.full((), 0, tl.int64)
     before = tl.where(chains.starts == 0, survival, 0)
@@ -163,8 +163,6 @@ def _choose_kernel(
         values = tl.where(numbers == place + 1, value, values)
         before = tl.where(chains.starts == place + 1, survival, before)
 
-    rooms = tl.minimum(chains.lengths, limit - chains.starts)
-    known = _chances_of_chains(offers, beliefs, row, chains, rooms, sizes)
     worth = _value_chains(known, price, rooms, before, sizes)
     # What the best chain behind each number of the model's drafts adds: with the next draft known, and without it. That
     # draft also tells more of the chain which is the best without it.
@@ -218,11 +216,12 @@ class _ChainChances(NamedTuple):
     """The chance of each token of each chain, with what other chains say. 0 past a chain's room.
 
     copied: [BLOCK_CHAINS, BLOCK_WIDTH] int64, where the model says nothing. first: [BLOCK_CHAINS] int64, of the first
-    token, with what the model's drafts tell.
+    token, with what the model's drafts tell. has_rivals: [BLOCK_CHAINS] bool, whether others say another first token.
     """
 
     copied: tl.tensor
     first: tl.tensor
+    has_rivals: tl.tensor
 
 
 @triton.jit
@@ -247,13 +246,33 @@ def _chances_of_chains(offers, beliefs, row, chains, rooms, sizes):
     tokens = tl.load(p_chains + which[:, None] * sizes.WIDTH + slots[None, :], mask=is_token, other=-1)
     others = beside(own, own_first, tokens, is_token, chains.starts, sizes)
     end = _chances_of_ends(offers, beliefs, row, chains, tokens, is_token, sizes)
-    best = tl.where(end > 0, against(others.best, end), others.best)
+    best = others.best * (ONE - end) >> SHIFT
     learned = factors(beliefs.opposed, tl.full((), 0, tl.int64), chains.sources + DISPUTED)
     copied = scaled(against(best, others.rival), learned[:, None])
     first = scaled(against(others.best_first, others.rival_first), learned)
+    has_rivals = others.rival_first >= 0
     return _ChainChances(
-        tl.where(others.rival >= 0, copied, best), tl.where(others.rival_first >= 0, first, others.best_first)
+        tl.where(others.rival >= 0, copied, best), tl.where(has_rivals, first, others.best_first), has_rivals
     )
+
+
+@triton.jit
+def _chances_of_model(beliefs, row, chains, known, passes, sizes):
+    """The chance of each of the model's drafts, [BLOCK_STEPS] int64; 0 behind the last.
+
+    known: `_ChainChances`. Where some chains say a draft too and others do not, it has the best chance of these chains.
+    """
+    places = tl.arange(0, sizes.BLOCK_STEPS)
+    is_drafted = places < passes
+    keys = model_keys(chains, sizes)
+    chances = tl.load(beliefs.chances + keys, mask=is_drafted, other=0)
+    chances = scaled(chances, factors(beliefs.record, row, records_of(keys, _MODEL)))
+    if not sizes.IS_BLIND:
+        is_disputed = chains.is_models & known.has_rivals
+        is_disputed = is_disputed[None, :] & (chains.starts[None, :] == places[:, None])
+        of_chains = tl.max(tl.where(is_disputed, known.first[None, :], -1), axis=1)
+        chances = tl.where(of_chains >= 0, of_chains, chances)
+    return tl.where(is_drafted, chances, 0)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from vllm_specplus.kernels.arbiter.state import (
     DERIVED_TRIALS,
     DISPUTED,
     ENDS,
+    MAX_COPIED_TRIALS,
     MAX_EXPECTED,
     MAX_MISSES,
     MAX_TRIALS,
@@ -334,7 +335,7 @@ def _update(table, BLOCK_KEYS: tl.constexpr):
     has_turned = misses >= MAX_MISSES
     hits = tl.where(has_turned, hits >> 1, hits)
     trials = tl.where(has_turned, trials >> 1, trials)
-    hits, trials = halve(hits, trials, MAX_TRIALS)
+    hits, trials = halve(hits, trials, tl.where(keys < COPIED, MAX_TRIALS, MAX_COPIED_TRIALS))
     tl.debug_barrier()  # other threads of this program may still read the same counts
     tl.store(table.new_hits + keys, tl.zeros_like(hits), mask=is_key)
     tl.store(table.new_trials + keys, tl.zeros_like(hits), mask=is_key)

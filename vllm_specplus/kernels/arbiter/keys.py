@@ -192,10 +192,11 @@ def against(chances, rivals):
 
 
 @triton.jit
-def halve(sums, trials, LIMIT: tl.constexpr):
+def halve(sums, trials, limits):
     """Halve both where there are as many trials as the limit or more, until nowhere."""
-    while tl.max(tl.ravel(trials), axis=0) >= LIMIT:
-        is_full = trials >= LIMIT
+    is_full = trials >= limits
+    while tl.max(tl.ravel(is_full).to(tl.int32), axis=0) > 0:
         sums = tl.where(is_full, sums >> 1, sums)
         trials = tl.where(is_full, trials >> 1, trials)
+        is_full = trials >= limits
     return sums, trials
