@@ -187,7 +187,7 @@ def test_of_very_many_occurrences_the_nearest_count(edit, monkeypatch):
     for last in range(100, 199):
         output = array([*reference[: 4 * (last - 99)], 900, 1, 2, 3])
         assert make(reference, edit, (2, 3)).draft(output, 1).tolist() == [last + 1]
-        assert len(make(reference, edit, (2, 3))._far_places(output, 4 * (last - 100))) == 4
+        assert len(make(reference, edit, (2, 3))._far_starts(output, 4 * (last - 100))) == 4
 
 
 @BOTH

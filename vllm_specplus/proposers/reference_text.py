@@ -1,5 +1,7 @@
 """Drafting from a reference: text that a request's output is expected to resemble, such as a file to edit."""
 
+from types import ModuleType
+
 import numpy as np
 
 _NUM_FINGERPRINT_TOKENS = 8
@@ -10,7 +12,6 @@ _BACKWARD_BITS = 2.0  # text goes on forwards more often than it goes back
 _MAX_PLACES = 4096  # occurrences of an n-gram that are looked at, the nearest ones
 _MAX_EDIT = 64  # tokens of an edit, at most, for it to be remembered
 _MAX_EDITS = 1024  # edits that are remembered, the latest ones
-_FACTOR = 0x9E3779B97F4A7C15
 
 
 class ReferenceText:
@@ -53,11 +54,12 @@ class ReferenceText:
             raise ValueError(f"min_ngram_size={min_ngram_size} must lie between 1 and max_ngram_size={max_ngram_size}")
         if token_ids.ndim != 1 or token_ids.dtype != np.int32:
             raise ValueError(f"token_ids must be [n] int32, got {token_ids.dtype} of shape {token_ids.shape}")
+        self._compiled = load_compiled()
         self.edit = edit
         self.min_ngram_size = min_ngram_size
         self.max_ngram_size = max_ngram_size
         self._text = token_ids.copy() if token_ids.flags.writeable else token_ids
-        hashes = _hash_ngrams(self._text, min_ngram_size)
+        hashes = _hash_ngrams(self._text, min_ngram_size, self._compiled.FACTOR)
         self._starts = np.argsort(hashes, kind="stable")  # n-gram starts by hash; those of one hash are in text order
         self._hashes = hashes[self._starts]
         _, which, counts = np.unique(self._text, return_inverse=True, return_counts=True)
@@ -139,11 +141,12 @@ class ReferenceText:
         """Move the cursor on as far as the text agrees with `new` ([m] int32); return the number of tokens."""
         if self._cursor < 0:
             return 0
-        agreed = _common_prefix(self._insertion, new)
-        if agreed < len(self._insertion):
-            self._insertion = self._insertion[agreed:]
-            return agreed
-        if agreed:
+        agreed = 0
+        if len(self._insertion):
+            agreed = _common_prefix(self._insertion, new)
+            if agreed < len(self._insertion):
+                self._insertion = self._insertion[agreed:]
+                return agreed
             self._insertion = self._insertion[:0]
         followed = _common_prefix(self._text[self._cursor : self._cursor + len(new) - agreed], new[agreed:])
         self._cursor += followed
@@ -152,10 +155,11 @@ class ReferenceText:
 
     def _look_up(self, output: np.ndarray) -> tuple[int, int]:
         """The place after the longest n-gram that ends the output, and its length; (-1, 0): none."""
-        places = self._far_places(output, self._previous)
-        if not len(places):
+        starts = self._far_starts(output, self._previous)
+        if not len(starts):
             return -1, 0
-        lengths = self._match_lengths(places, output)
+        places = starts + self.min_ngram_size
+        lengths = self._compiled.match_lengths(self._text, places, output, self.max_ngram_size)
         longest = int(lengths.max(initial=0))
         if longest < self.min_ngram_size:
             return -1, 0
@@ -207,60 +211,40 @@ class ReferenceText:
     def _realign(self, output: np.ndarray) -> tuple[int, int]:
         """The place where the text goes on after `output`, whose last token disagreed, and how many tokens match."""
         anchor, anchor_in_output = self._anchors[0]
-        num_new = len(output) - anchor_in_output
-        places = np.concatenate(
-            [self._far_places(output, anchor), *(self._near_places(a, output[-1]) for a, _ in self._anchors)]
+        place, length = self._compiled.best_place(
+            self._text,
+            self._bits,
+            self._far_starts(output, anchor),
+            np.array(self._anchors),
+            output,
+            self.min_ngram_size,
+            self.max_ngram_size,
+            _NEAR,
+            _BACKWARD_BITS,
         )
-        lengths = self._match_lengths(places, output)
-        if lengths.any():
-            worth = self._bits[places] - self._bits[places - lengths]
-            worth -= np.min([self._jump_bits(places, lengths, a, len(output) - o) for a, o in self._anchors], axis=0)
-            best = int(worth.argmax())
-            if worth[best] > 0:
-                return int(places[best]), int(lengths[best])
+        if place >= 0:
+            return place, length
+        num_new = len(output) - anchor_in_output
         return min(anchor + (num_new == 1), len(self._text)), 0
 
-    def _jump_bits(self, places: np.ndarray, lengths: np.ndarray, anchor: int, num_new: int) -> np.ndarray:
-        """[P] float64: the bits that it costs to go on at each place if the output left the text at `anchor`."""
-        skipped = places - np.minimum(lengths, num_new) - anchor
-        return np.log2(1 + np.abs(skipped)) + _BACKWARD_BITS * (skipped < 0)
+    def _far_starts(self, output: np.ndarray, near: int) -> np.ndarray:
+        """[P <= _MAX_PLACES] int64, ascending: where the output's last min_ngram_size tokens stand in the text.
 
-    def _far_places(self, output: np.ndarray, near: int) -> np.ndarray:
-        """[P <= _MAX_PLACES] int64, ascending: where the text goes on after the output's last min_ngram_size tokens.
-
-        If there are more, these are the nearest to the place `near`. N-grams of equal hash are told apart only by
-        `_match_lengths`.
+        If there are more, these are the nearest to the place `near`. N-grams of equal hash are not told apart.
         """
         size = self.min_ngram_size
         if len(output) < size:
-            return np.empty(0, np.int64)
-        wanted = _hash_ngram(output[-size:].tolist())
-        first = int(self._hashes.searchsorted(wanted))
-        if first == len(self._hashes) or self._hashes[first] != wanted:
-            return np.empty(0, np.int64)
-        last = int(self._hashes.searchsorted(wanted, side="right"))
-        if last - first > _MAX_PLACES:
-            middle = first + int(self._starts[first:last].searchsorted(near))
-            first = min(max(first, middle - _MAX_PLACES // 2), last - _MAX_PLACES)
-            last = first + _MAX_PLACES
-        return self._starts[first:last] + size
+            return self._starts[:0]
+        first, last = self._compiled.find_ngram(self._hashes, self._starts, output, size, near, _MAX_PLACES)
+        return self._starts[first:last]
 
-    def _near_places(self, anchor: int, token: int) -> np.ndarray:
-        """[P] int64: where the text goes on after `token`, near the anchor."""
-        start = max(0, anchor - _NEAR)
-        return np.flatnonzero(self._text[start : anchor + _NEAR] == token) + (start + 1)
 
-    def _match_lengths(self, places: np.ndarray, output: np.ndarray) -> np.ndarray:
-        """[P] int64: how many tokens before each place equal the output's last ones, up to max_ngram_size."""
-        lengths = np.zeros(len(places), np.int64)
-        alive = np.arange(len(places))
-        for size in range(1, min(self.max_ngram_size, len(output)) + 1):
-            alive = alive[places[alive] >= size]
-            alive = alive[self._text[places[alive] - size] == output[-size]]
-            if not len(alive):
-                break
-            lengths[alive] = size
-        return lengths
+def load_compiled() -> ModuleType:
+    """The compiled half. A worker loads it when it starts: to compile it takes longer than a request may wait."""
+    # numba, imported before a vLLM CPU worker has started, breaks that worker.
+    from vllm_specplus.proposers import _reference_text
+
+    return _reference_text
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
@@ -271,18 +255,10 @@ def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return first if length and differ[first] else length
 
 
-def _hash_ngrams(token_ids: np.ndarray, size: int) -> np.ndarray:
-    """[n - size + 1] uint64 (none if n < size), a hash of each n-gram of `size` tokens."""
+def _hash_ngrams(token_ids: np.ndarray, size: int, factor: int) -> np.ndarray:
+    """[n - size + 1] uint64 (none if n < size), the hash of each n-gram of `size` tokens, as `find_ngram` makes it."""
     count = max(0, len(token_ids) - size + 1)
     hashes = np.zeros(count, np.uint64)
     for k in range(size):
-        hashes = hashes * np.uint64(_FACTOR) + token_ids[k : k + count].astype(np.uint64)
+        hashes = hashes * np.uint64(factor) + token_ids[k : k + count].astype(np.uint64)
     return hashes
-
-
-def _hash_ngram(token_ids: list[int]) -> np.uint64:
-    """The hash of one n-gram, as of `_hash_ngrams`: for a few tokens Python is faster than arrays."""
-    value = 0
-    for token in token_ids:
-        value = (value * _FACTOR + token) % 2**64
-    return np.uint64(value)

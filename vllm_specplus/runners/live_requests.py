@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers.arbiter import MAX_STOPS
-from vllm_specplus.proposers.reference_text import ReferenceText
+from vllm_specplus.proposers.reference_text import ReferenceText, load_compiled
 from vllm_specplus.requests.options import RESOLVED_ENTRY, ResolvedOptions
 from vllm_specplus.runners.faults import Faults, GuardedReference
 from vllm_specplus.runners.request_counts import RequestCounts
@@ -75,6 +75,7 @@ class LiveRequests:
         self.counts = RequestCounts()
         self.stop_token_ids: dict[str, list[int]] = {}
         self.faults = Faults(logs=warns)
+        load_compiled()
 
     def __len__(self) -> int:
         return len(self._requests)
