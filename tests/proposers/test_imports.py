@@ -5,6 +5,7 @@ SCRIPT = """
 import sys
 import vllm_specplus
 import vllm_specplus.proposers
+import vllm_specplus.proposers.reference_text
 heavy = {"numba", "torch", "vllm", "arctic_inference"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 vllm_specplus.proposers.NgramMatcher(1, 8, min_ngram_size=1, max_ngram_size=2)

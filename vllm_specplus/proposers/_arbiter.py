@@ -33,7 +33,7 @@ TRIAL = 1 << 8
 PRIOR_TRIALS = 4 * TRIAL
 DERIVED_TRIALS = 6 * TRIAL  # the weight of what other keys tell of one
 MAX_TRIALS = 32 * TRIAL  # then hits and trials are halved
-MAX_COPIED_TRIALS = 128 * TRIAL  # of chains' keys: a step of a long chain has many trials of one
+MAX_COPIED_TRIALS = 128 * TRIAL  # of the keys from COPIED on: a step of a long chain has many trials of one
 MAX_MISSES = 4  # in a row; then too, as the source seems to have turned
 # Where a request's records begin: those of each source, and of each source's disputed drafts. A draft is disputed where
 # the model says one thing and the chains another. Behind them is one of a kind that knows no hits: see `_count_end`.

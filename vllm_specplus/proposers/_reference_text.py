@@ -1,7 +1,6 @@
 """Where a text goes on in its reference: the compiled half of `proposers.reference_text`.
 
-Importing this module imports numba, which must not happen before a vLLM worker has started. `ReferenceText` imports it
-when it is constructed.
+Importing this module imports numba, which must not happen before a vLLM worker has started. `load_compiled` imports it.
 """
 
 import math
@@ -10,9 +9,7 @@ import numba as nb
 import numpy as np
 
 from vllm_specplus._numba import compiled
-
-FACTOR = 0x9E3779B97F4A7C15
-"""Of the hash of an n-gram: each token is added to what the ones before it come to, times this."""
+from vllm_specplus.proposers.reference_text import HASH_FACTOR
 
 # A reference may lie in memory that cannot be written to. One type for both kinds of memory is compiled once.
 _INT32, _INT64, _UINT64, _FLOAT64 = (
@@ -26,7 +23,9 @@ _PAIR = nb.types.UniTuple(nb.int64, 2)
 def find_ngram(
     hashes: np.ndarray, starts: np.ndarray, output: np.ndarray, size: int, near: int, most: int
 ) -> tuple[int, int]:
-    """Which n-grams of a text have the hash of the one that ends the output: from, and to before.
+    """Which n-grams of a text have the hash of the one that ends the output: the first, and the one behind the last.
+
+    Where there is none, both are equal.
 
     Args:
         hashes: [m] uint64, of all n-grams of the text, sorted.
@@ -38,7 +37,7 @@ def find_ngram(
     """
     wanted = np.uint64(0)
     for n in range(len(output) - size, len(output)):
-        wanted = wanted * np.uint64(FACTOR) + np.uint64(output[n])
+        wanted = wanted * np.uint64(HASH_FACTOR) + np.uint64(output[n])
     first = last = int(np.searchsorted(hashes, wanted))
     if first < len(hashes) and hashes[first] == wanted:
         last = int(np.searchsorted(hashes, wanted, side="right"))

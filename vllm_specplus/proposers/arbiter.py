@@ -42,11 +42,11 @@ expected and had come, and two misses.
 
 Where chains differ, at most one is right. So the chance of a token is that among the cases in which it and the best
 other one are not both right. Chains know of each other, though: a copy that has gone on for long is seldom left for a
-guess. So a third record says of each source how often it was right there, in all requests together. A draft of the
-model's that some of them say too has their chance.
+guess. So a third record says of each source how often it was right there, in all requests together. Where some of them
+say what the model does and others do not, its draft has the best chance of these chains.
 
 A text that follows its reference to the end usually ends there. So behind that end a chain that has said the same has
-the chance that the reference would be wrong.
+its own chance times that of the reference being wrong.
 
 A token that ends the text needs no draft: without one the step would give it just as well. Nothing follows it. So each
 chain ends before such a token. A request may name more of them than there is room for; then some are drafted.

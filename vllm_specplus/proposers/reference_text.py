@@ -12,6 +12,8 @@ _BACKWARD_BITS = 2.0  # text goes on forwards more often than it goes back
 _MAX_PLACES = 4096  # occurrences of an n-gram that are looked at, the nearest ones
 _MAX_EDIT = 64  # tokens of an edit, at most, for it to be remembered
 _MAX_EDITS = 1024  # edits that are remembered, the latest ones
+HASH_FACTOR = 0x9E3779B97F4A7C15
+"""Of the hash of an n-gram: each token is added to what the ones before it come to, times this."""
 
 
 class ReferenceText:
@@ -58,8 +60,8 @@ class ReferenceText:
         self.edit = edit
         self.min_ngram_size = min_ngram_size
         self.max_ngram_size = max_ngram_size
-        self._text = token_ids.copy() if token_ids.flags.writeable else token_ids
-        hashes = _hash_ngrams(self._text, min_ngram_size, self._compiled.FACTOR)
+        self._text = token_ids.copy() if token_ids.flags.writeable else np.ascontiguousarray(token_ids)
+        hashes = _hash_ngrams(self._text, min_ngram_size)
         self._starts = np.argsort(hashes, kind="stable")  # n-gram starts by hash; those of one hash are in text order
         self._hashes = hashes[self._starts]
         _, which, counts = np.unique(self._text, return_inverse=True, return_counts=True)
@@ -88,6 +90,7 @@ class ReferenceText:
         Returns:
             [<= max_drafts] int32, a copy.
         """
+        output = np.ascontiguousarray(output, np.int32)
         known = self._num_tokens
         fingerprint = output[max(0, known - _NUM_FINGERPRINT_TOKENS) : known]
         if known > len(output) or fingerprint.tobytes() != self._last:
@@ -215,7 +218,7 @@ class ReferenceText:
             self._text,
             self._bits,
             self._far_starts(output, anchor),
-            np.array(self._anchors),
+            np.array(self._anchors, np.int64),
             output,
             self.min_ngram_size,
             self.max_ngram_size,
@@ -255,10 +258,10 @@ def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return first if length and differ[first] else length
 
 
-def _hash_ngrams(token_ids: np.ndarray, size: int, factor: int) -> np.ndarray:
+def _hash_ngrams(token_ids: np.ndarray, size: int) -> np.ndarray:
     """[n - size + 1] uint64 (none if n < size), the hash of each n-gram of `size` tokens, as `find_ngram` makes it."""
     count = max(0, len(token_ids) - size + 1)
     hashes = np.zeros(count, np.uint64)
     for k in range(size):
-        hashes = hashes * np.uint64(factor) + token_ids[k : k + count].astype(np.uint64)
+        hashes = hashes * np.uint64(HASH_FACTOR) + token_ids[k : k + count].astype(np.uint64)
     return hashes
