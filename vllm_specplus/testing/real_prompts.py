@@ -132,7 +132,8 @@ def _openings(seed: int) -> Iterator[str]:
 
 def passages(seed: int) -> Iterator[str]:
     """Yield texts to read in a random order, each once: sources, documentation and licences."""
-    texts = [*_sources(), *_documentation(), *_licences()]
+    # Packages share licences.
+    texts = [*_distinct((*_sources(), *_documentation(), *_licences()))]
     random.Random(seed).shuffle(texts)
     yield from texts
 
