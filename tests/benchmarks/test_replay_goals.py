@@ -94,6 +94,15 @@ def check(cells: Iterable[Cell], least: float, ways: Collection[str]) -> None:
     assert [(round(cell.over(ways), 3), cell) for cell in cells if cell.over(ways) < least] == []
 
 
+def check_beside_the_reference(cells: Iterable[Cell], least: float) -> None:
+    """Adaptive drafting meets the goal of .95, but for single kinds with many slots, where `least` is asked."""
+    cells = list(cells)
+    check((cell for cell in cells if cell.setting.width == WINDOWS[0]), 0.95, ("reference",))
+    wide = [cell for cell in cells if cell.setting.width == WINDOWS[1]]
+    check(wide, least, ("reference",))
+    check((cell for cell in wide if cell.kind == replay.ALL), 0.95, ("reference",))
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """The model's own greedy texts."""
@@ -146,10 +155,7 @@ def test_a_reference_that_is_followed_but_for_edits(traces: list[Row], tmp_path:
 
 def test_a_reference_that_is_the_whole_text(traces: list[Row], tmp_path: Path) -> None:
     cells = cells_of([trace | {"reference": trace["output"]} for trace in traces], tmp_path)
-    check((cell for cell in cells if cell.setting.width == WINDOWS[0]), 0.95, ("reference",))
-    check((cell for cell in cells if cell.setting.width == WINDOWS[1]), 0.94, ("reference",))
-    together = (cell for cell in cells if cell.kind == replay.ALL)
-    check((cell for cell in together if cell.setting.width == WINDOWS[1]), 0.95, ("reference",))
+    check_beside_the_reference(cells, 0.94)
 
 
 def test_a_reference_that_is_the_text_but_for_one_token(traces: list[Row], tmp_path: Path) -> None:
@@ -160,10 +166,7 @@ def test_a_reference_that_is_the_text_but_for_one_token(traces: list[Row], tmp_p
         reference[place] = NOISE
         rows.append(trace | {"reference": reference})
     cells = cells_of(rows, tmp_path)
-    check((cell for cell in cells if cell.setting.width == WINDOWS[0]), 0.95, ("reference",))
-    check((cell for cell in cells if cell.setting.width == WINDOWS[1]), 0.93, ("reference",))
-    together = (cell for cell in cells if cell.kind == replay.ALL)
-    check((cell for cell in together if cell.setting.width == WINDOWS[1]), 0.95, ("reference",))
+    check_beside_the_reference(cells, 0.93)
 
 
 def test_an_unrelated_reference(traces: list[Row], tmp_path: Path) -> None:
