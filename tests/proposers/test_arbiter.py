@@ -1,5 +1,6 @@
 """The arbiter: its choice against every possible one, what it learns, and when it gives the draft model up."""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 from typing import Any
@@ -12,13 +13,14 @@ from hypothesis import strategies as st
 from vllm_specplus.proposers import History, _arbiter
 from vllm_specplus.proposers._arbiter import ALONE, ASLEEP, CONTRARY, COPIED, NUM_LENGTHS, ONE
 from vllm_specplus.proposers.arbiter import Arbiter, Choice, CommonAccount, Prices
-from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX, UNFILLED
+from vllm_specplus.sources import NGRAM, REFERENCE, SUFFIX, UNFILLED, WHOLE_OUTPUT
 
 MAX_LEN = 2000
+AGREEMENTS = [0, 1, 3, 6, 7, 12, 13, 36, 37, 500, WHOLE_OUTPUT]
 
 
 def length_class(length: int) -> int:
-    bounds = (0, 1, 2, 3, 4, 5, 6, 8, 12, 20, 36)
+    bounds = (0, 1, 2, 3, 4, 5, 6, 8, 12, 20, 36, WHOLE_OUTPUT - 1)
     return next((i for i, bound in enumerate(bounds) if length <= bound), NUM_LENGTHS - 1)
 
 
@@ -73,7 +75,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "num_slots": num_slots,
         "chains": chains,
         "offers": {
-            c: (draw(st.lists(tokens, max_size=num_slots)), draw(st.sampled_from([0, 1, 3, 6, 7, 12, 13, 36, 37, 500])))
+            c: (draw(st.lists(tokens, max_size=num_slots)), draw(st.sampled_from(AGREEMENTS)))
             for c in range(len(chains))
             if draw(st.booleans())
         },
@@ -198,7 +200,7 @@ def test_no_other_drafts_are_worth_more(case: dict[str, Any]) -> None:
     assert max(value(case, d) for d in ways) == max(value(case, d) for d in all_drafts(case))
 
 
-@pytest.mark.parametrize("length", [*range(60), 10**6])
+@pytest.mark.parametrize("length", [*range(60), 10**6, WHOLE_OUTPUT, WHOLE_OUTPUT + 32])
 def test_classes_of_agreement(length: int) -> None:
     assert _arbiter.length_class(length) == length_class(length)
 
@@ -891,6 +893,38 @@ def test_a_text_is_expected_to_end_with_its_reference_behind_the_models_drafts_t
     assert play.step({0: ([2, 3, 4], 3), 1: ([1, 2], 3)}, model=[1]).to_lists() == [[1, 2]]
     for other in ([5, 2], [1, 5]):
         assert play.step({0: ([2, 3, 4], 3), 1: (other, 3)}, model=[1]).to_lists() == [[1, 2, 3, 4]]
+
+
+def test_a_reference_that_is_the_whole_output_is_known_apart() -> None:
+    """One token of it is worth what many tokens of earlier requests were, and not what one token is after an edit."""
+    play = Play([(NGRAM, 0), (REFERENCE, 0)], 4)
+    for i in range(8):
+        play.new_request(f"an edit {i}")
+        play.step({0: ([1, 2, 3, 4], 40), 1: ([5, 6, 7, 8], 1)})
+        play.text += [1, 2, 3, 4]
+        play.begin()
+        play.new_request(f"from its beginning {i}")
+        play.step({0: ([1, 2, 3, 4], 40), 1: ([5, 6, 7, 8], WHOLE_OUTPUT)})
+        play.text += [5, 6, 7, 8]
+        play.begin()
+    play.new_request("an edit")
+    assert play.step({0: ([1, 2, 3, 4], 40), 1: ([5, 6, 7, 8], 1)}).to_lists() == [[1, 2, 3, 4]]
+    play.new_request("from its beginning")
+    assert play.step({0: ([1, 2, 3, 4], 40), 1: ([5, 6, 7, 8], WHOLE_OUTPUT)}).to_lists() == [[5, 6, 7, 8]]
+
+
+def test_a_reference_that_was_wrong_once_is_trusted_for_longer_than_a_copy() -> None:
+    numbers = []
+    for source in (SUFFIX, REFERENCE):
+        play = Play([(source, 0)], 8)
+        play.chances = [19 * ONE // 20] * _arbiter.NUM_KEYS
+        play.arbiter.set_prices(Prices(0.52, 1.0))
+        assert len(play.step({0: ([1] * 8, 9)}).to_lists()[0]) == 8
+        play.text += [1, 2]
+        numbers.append(len(play.step({0: ([1] * 8, 9)}).to_lists()[0]))
+    # The chance of a hit is .95, and 1.9 were expected where one came: (1 + 6) / (1.9 + 6) and (1 + 24) / (1.9 + 24).
+    copied, vouched = 0.95 * 7 / 7.9, 0.95 * 25 / 25.9
+    assert numbers == [math.floor(math.log(0.52) / math.log(chance)) for chance in (copied, vouched)] == [3, 7]
 
 
 def test_what_is_counted_where_a_text_goes_on_behind_a_reference() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from vllm_specplus.proposers import reference_text
 from vllm_specplus.proposers.reference_text import ReferenceText
+from vllm_specplus.sources import WHOLE_OUTPUT
 
 BOTH = pytest.mark.parametrize("edit", [False, True], ids=["sp_edit 0", "sp_edit 1"])
 TEXT = np.random.default_rng(0).permutation(1000).astype(np.int32)  # every token once
@@ -80,6 +81,22 @@ def test_an_edit_costs_its_new_tokens_and_two_steps(at, num_gone, num_new, num_d
     output = np.concatenate([TEXT[:at], NEW[:num_new], TEXT[at + num_gone :]])
     num_full_steps = math.ceil((len(output) - num_new) / (num_drafts + 1))
     assert steps(make(TEXT), output, num_drafts) <= num_full_steps + num_new + 2
+
+
+@BOTH
+def test_how_many_tokens_speak_for_the_drafts(edit):
+    text = make(TEXT, edit)
+
+    def agreed(output):
+        text.draft(array(output), 4)
+        return text.agreed
+
+    assert agreed([]) == agreed(TEXT[:1]) == agreed(TEXT[:60]) == agreed(TEXT) == WHOLE_OUTPUT
+    assert agreed([*TEXT[:60], NEW[0]]) == (0 if edit else 1)
+    assert agreed([*TEXT[:60], NEW[0], *TEXT[61:65]]) == 4
+    assert agreed([*TEXT[:20], *TEXT[30:34]]) == 4
+    assert agreed(TEXT[1:7]) == 6  # its middle is not its beginning
+    assert agreed([*TEXT, NEW[0]]) < WHOLE_OUTPUT
 
 
 def test_what_is_guessed_where_the_output_leaves_the_text():

@@ -13,14 +13,14 @@ import numba as nb
 import numpy as np
 
 from vllm_specplus._numba import compiled, to_pointer
-from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, UNFILLED
+from vllm_specplus.sources import MODEL, NGRAM, REFERENCE, UNFILLED, WHOLE_OUTPUT
 
 SHIFT = 16
 ONE = 1 << SHIFT
 """A chance of 1, and the worth of one token."""
 NUM_SOURCES = REFERENCE - NGRAM + 1  # those that offer chains
 NUM_PLACES = 8
-NUM_LENGTHS = 12
+NUM_LENGTHS = 13
 # Where each kind of key begins. Those after ALONE go by the length of the agreement, and the last two by source too.
 ALONE = 0
 AGREED = ALONE + NUM_PLACES
@@ -42,6 +42,7 @@ DISPUTED = SETTLED + REFERENCE + 1
 ENDS = DISPUTED + REFERENCE + 1  # of references' ends, where a text is expected to end too
 NUM_RECORDS = ENDS + 1
 PRIOR_EXPECTED = 6 * ONE  # hits of a record, as many as came
+PRIOR_VOUCHED = 24 * ONE  # of a reference's, for which a client vouches: one edit tells little of the others
 PRIOR_MISSES = 3 * ONE  # of a record, as many as were expected
 LUCKY_MISSES = 2 * ONE  # this many below what was expected mean nothing
 # The same of a disputed record, which has far fewer trials.
@@ -70,7 +71,8 @@ class Offers(NamedTuple):
     """What the sources offer.
 
     model: [R, S] int32 drafts of the model, of which `passes` ([R] int64) were made for the request.
-    chains: [R, C, K] int32; lengths, agreed: [R, C] int32, tokens of each chain, and how many before them agree.
+    chains: [R, C, K] int32; lengths, agreed: [R, C] int32, tokens of each chain, and how many before them agree, or
+        `WHOLE_OUTPUT`.
     starts, sources: [C] int64, how many of the model's drafts a chain follows, and its source, of `sources.py`.
     stops: [R, MAX_STOPS] int32, the tokens that end each request's text, and NO_TOKEN behind them. No chain has one.
     limits: [R] int64, the most drafts of each request when it was last chosen for.
@@ -180,13 +182,15 @@ class Foregone(NamedTuple):
     chances: np.ndarray
 
 
-# The classes of agreements: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more.
+# The classes of agreements: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more; and the whole output.
 _LENGTH_CLASS = np.searchsorted([1, 2, 3, 4, 5, 6, 7, 9, 13, 21, 37], np.arange(38), side="right")
 
 
 @compiled(allocates=False, forceinline=True)
 def length_class(length: int) -> int:
-    """The class of an agreement of some tokens."""
+    """The class of an agreement of some tokens, or of `WHOLE_OUTPUT` and some."""
+    if length >= WHOLE_OUTPUT:
+        return NUM_LENGTHS - 1
     return _LENGTH_CLASS[min(length, len(_LENGTH_CLASS) - 1)]
 
 
@@ -261,6 +265,8 @@ def _factor(record: Record, row: int, which: int) -> int:
     is_disputed = which >= DISPUTED
     if hits <= expected:
         prior = PRIOR_DISPUTED if is_disputed else PRIOR_EXPECTED
+        if which == SETTLED + REFERENCE:
+            prior = PRIOR_VOUCHED
         return (hits + prior) * ONE // (expected + prior)
     trials = record.trials[row, which]
     prior = PRIOR_DISPUTED_MISSES if is_disputed else PRIOR_MISSES

@@ -398,7 +398,7 @@ class Arbiter:
             chain: its index in `sources` and `starts`.
             token_ids: [B, <= K] int32; what stands behind a chain's end is not read.
             lengths: [B] int32, tokens of each request's chain; 0 = none.
-            agreed: [B] int32, how many tokens before it agree; 0 = it is a guess.
+            agreed: [B] int32, how many tokens before it agree, or `WHOLE_OUTPUT`; 0 = it is a guess.
         """
         self._compiled.offer(self._state, self._rows, chain, token_ids, lengths, agreed)
 

@@ -4,6 +4,8 @@ from types import ModuleType
 
 import numpy as np
 
+from vllm_specplus.sources import WHOLE_OUTPUT
+
 _NUM_FINGERPRINT_TOKENS = 8
 _NEAR = 256  # tokens around an anchor where a match shorter than min_ngram_size counts
 _NUM_ANCHORS = 4
@@ -76,7 +78,12 @@ class ReferenceText:
 
     @property
     def agreed(self) -> int:
-        """How many output tokens speak for the drafts' place; 0 for a guess."""
+        """How many output tokens speak for the drafts' place; 0 for a guess.
+
+        `WHOLE_OUTPUT` where the output is the beginning of the text, or nothing yet.
+        """
+        if self._cursor == self._run == self._num_tokens:
+            return WHOLE_OUTPUT
         return 0 if self._is_guess else max(self._run, 1)
 
     def draft(self, output: np.ndarray, max_drafts: int) -> np.ndarray:

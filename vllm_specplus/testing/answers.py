@@ -8,11 +8,15 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+
 _TEMPERATURE = 0.8
 _MAX_NUM_SEQS = 64
 
 
-def answers(model: Path, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[list[int]]:
+def answers(
+    model: Path, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int, dtype: torch.dtype
+) -> list[list[int]]:
     """Let a model answer prompts: every second one greedily, the others at temperature 0.8.
 
     Args:
@@ -20,23 +24,26 @@ def answers(model: Path, prompts: Sequence[Sequence[int]], max_tokens: int, seed
         prompts: token ids.
         max_tokens: most tokens of an answer; it may end sooner.
         seed: of the sampled answers.
+        dtype: in which the model computes.
 
     Returns:
         the token ids of each answer.
     """
     # vLLM's workers cannot start where numba is loaded, and keep their memory as long as their process lives.
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(_answers, model, prompts, max_tokens, seed).result()
+        return pool.submit(_answers, model, prompts, max_tokens, seed, dtype).result()
 
 
-def _answers(model: Path, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[list[int]]:
+def _answers(
+    model: Path, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int, dtype: torch.dtype
+) -> list[list[int]]:
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm import LLM, SamplingParams
 
     longest = max(map(len, prompts)) + max_tokens
     llm = LLM(
         model=str(model),
-        dtype="bfloat16",
+        dtype=dtype,
         max_model_len=longest,
         max_num_seqs=_MAX_NUM_SEQS,
         enforce_eager=True,

@@ -23,7 +23,7 @@ from vllm_specplus.kernels.counts import Counted, count_drafts
 from vllm_specplus.kernels.drafts import DraftCounts
 from vllm_specplus.proposers import _arbiter as spec
 from vllm_specplus.proposers.arbiter import Arbiter, prior_chances
-from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX
+from vllm_specplus.sources import NGRAM, REFERENCE, SOURCES, SUFFIX, WHOLE_OUTPUT
 from vllm_specplus.testing.ahead_of_time import AheadOfTime, run_without_interpreter
 
 pytestmark = pytest.mark.interpreter
@@ -175,7 +175,8 @@ class Pair:
         for row in rows:
             shape = self.offers.lengths[row].shape
             self.offers.lengths[row] = self.random.choice(self.lengths, shape)
-            self.offers.agreed[row] = self.random.choice([0, 1, 6, 7, 36, 37, self.integers(0, 60, ())], shape)
+            agreements = [0, 1, 6, 7, 36, 37, WHOLE_OUTPUT, self.integers(0, 60, ())]
+            self.offers.agreed[row] = self.random.choice(agreements, shape)
             self.offers.chains[row] = self.integers(0, self.vocab_size, (*shape, self.width))
             if self.credits[row] != spec.ASLEEP:
                 self.offers.passes[row] = num_passes

@@ -26,11 +26,14 @@ from vllm_specplus.kernels.arbiter.state import (
     PRIOR_DISPUTED_MISSES,
     PRIOR_EXPECTED,
     PRIOR_MISSES,
+    PRIOR_VOUCHED,
     SETTLED,
     SHIFT,
+    WHOLE_OUTPUT,
 )
 
 _NGRAM = tl.constexpr(sources.NGRAM)
+_REFERENCE = tl.constexpr(sources.REFERENCE)
 
 
 class Chains(NamedTuple):
@@ -46,9 +49,9 @@ class Chains(NamedTuple):
 
 @triton.jit
 def length_class(lengths):
-    """The class of each agreement, int32: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more."""
+    """The class of each agreement, int32: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more; the whole output."""
     longer = (lengths > 6).to(tl.int32) + (lengths > 8) + (lengths > 12) + (lengths > 20) + (lengths > 36)
-    return tl.minimum(lengths, 6) + longer
+    return tl.minimum(lengths, 6) + longer + (lengths >= WHOLE_OUTPUT)
 
 
 @triton.jit
@@ -128,7 +131,8 @@ def factors(record, row, which):
     trials = tl.load(record.trials + at, mask=is_read, other=0)
     expected = tl.load(record.expected + at, mask=is_read, other=0)
     hits = tl.load(record.hits + at, mask=is_read, other=0)
-    prior = tl.where(which >= DISPUTED, PRIOR_DISPUTED, PRIOR_EXPECTED).to(tl.int64)
+    prior = tl.where(which == SETTLED + _REFERENCE, PRIOR_VOUCHED, PRIOR_EXPECTED)
+    prior = tl.where(which >= DISPUTED, PRIOR_DISPUTED, prior).to(tl.int64)
     lower = (hits + prior) * ONE // (expected + prior)
     prior = tl.where(which >= DISPUTED, PRIOR_DISPUTED_MISSES, PRIOR_MISSES).to(tl.int64)
     lucky = tl.where(which >= DISPUTED, LUCKY_DISPUTED_MISSES, LUCKY_MISSES).to(tl.int64)
