@@ -6,7 +6,7 @@ SOURCES = ("model", "ngram", "suffix", "reference", "unfilled")
 """Who made a draft. ``unfilled``: nobody; vLLM scheduled the slot, and it holds padding."""
 MODEL, NGRAM, SUFFIX, REFERENCE, UNFILLED = range(len(SOURCES))
 WHOLE_OUTPUT = 1 << 30
-"""How many tokens speak for a reference that is a request's whole output so far: more than any text has."""
+"""How many tokens speak for a reference that begins with a request's whole output: more than any text has."""
 
 
 def by_source(counts: np.ndarray) -> dict[str, dict[str, list[int]]]:

@@ -896,21 +896,18 @@ def test_a_text_is_expected_to_end_with_its_reference_behind_the_models_drafts_t
 
 
 def test_a_reference_that_is_the_whole_output_is_known_apart() -> None:
-    """One token of it is worth what many tokens of earlier requests were, and not what one token is after an edit."""
+    """It goes by how such references did in earlier requests, and not by how others did after 1 or 40 tokens."""
     play = Play([(NGRAM, 0), (REFERENCE, 0)], 4)
+    right, wrong = [5, 6, 7, 8], [1, 2, 3, 4]
     for i in range(8):
-        play.new_request(f"an edit {i}")
-        play.step({0: ([1, 2, 3, 4], 40), 1: ([5, 6, 7, 8], 1)})
-        play.text += [1, 2, 3, 4]
-        play.begin()
-        play.new_request(f"from its beginning {i}")
-        play.step({0: ([1, 2, 3, 4], 40), 1: ([5, 6, 7, 8], WHOLE_OUTPUT)})
-        play.text += [5, 6, 7, 8]
-        play.begin()
-    play.new_request("an edit")
-    assert play.step({0: ([1, 2, 3, 4], 40), 1: ([5, 6, 7, 8], 1)}).to_lists() == [[1, 2, 3, 4]]
-    play.new_request("from its beginning")
-    assert play.step({0: ([1, 2, 3, 4], 40), 1: ([5, 6, 7, 8], WHOLE_OUTPUT)}).to_lists() == [[5, 6, 7, 8]]
+        for agreed, text in ((1, wrong), (40, wrong), (WHOLE_OUTPUT, right)):
+            play.new_request(f"{agreed} {i}")
+            play.step({0: (wrong, 40), 1: (right, agreed)})
+            play.text += text
+            play.begin()
+    for agreed, text in ((1, wrong), (40, wrong), (WHOLE_OUTPUT, right)):
+        play.new_request(f"{agreed}")
+        assert play.step({0: (wrong, 40), 1: (right, agreed)}).to_lists() == [text]
 
 
 def test_a_reference_that_was_wrong_once_is_trusted_for_longer_than_a_copy() -> None:

@@ -176,7 +176,7 @@ class TestCache:
         def train(model: Path, folder: Path, settings: HeadSettings) -> HeadReport:
             trained.append(settings)
             (folder / "model.safetensors").write_bytes(b"head")
-            return HeadReport(1.0, 2, 3, 0.9, (0.5, 0.25))
+            return HeadReport(1.0, 2, 3, 0.9, (0.5, 0.25), "float32")
 
         monkeypatch.setattr(real_model, "make_real", lambda out: out)
         monkeypatch.setattr(real_model, "cached_real", lambda: tmp_path)

@@ -238,7 +238,8 @@ def continue_forecasts(
         replaces_model: [num_reqs] int32, whether the forecast takes the place of the model's drafts.
         model_drafts: [num_reqs, <= K] int64, apart from `drafts`; rows may be strided. None: there are none.
         limits: of each request's drafts.
-        agreed: [num_reqs] int32, changed in place: how many tokens before a forecast agree, and then before its rest.
+        agreed: [num_reqs] int32, changed in place: how many tokens before a forecast agree, and then before its rest;
+            or `WHOLE_OUTPUT`.
         by_state: [max_num_reqs] by request state, takes the counts; None: they are not of the step's drafts.
 
     Returns:
@@ -343,7 +344,7 @@ def prefer_forecasts(
         num_model: [>= num_reqs] int32, how many of them are the model's.
         forecast: [num_reqs, >= K] int64, padded with token 0; rows may be strided.
         num_forecast: [num_reqs] int32, tokens of each forecast.
-        agreed: [num_reqs] int32, how many tokens before it agree.
+        agreed: [num_reqs] int32, how many tokens before it agree, or `WHOLE_OUTPUT` and some.
         idx_mapping: [num_reqs] int32 or int64, the row of each request in `sources`.
         sources: [max_num_reqs] int32, takes `forecast_source` or `other_source`, the one whose drafts are used.
         by_state: [max_num_reqs] by request state, takes the new counts.

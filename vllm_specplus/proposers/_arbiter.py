@@ -72,7 +72,7 @@ class Offers(NamedTuple):
 
     model: [R, S] int32 drafts of the model, of which `passes` ([R] int64) were made for the request.
     chains: [R, C, K] int32; lengths, agreed: [R, C] int32, tokens of each chain, and how many before them agree, or
-        `WHOLE_OUTPUT`.
+        `WHOLE_OUTPUT` and some.
     starts, sources: [C] int64, how many of the model's drafts a chain follows, and its source, of `sources.py`.
     stops: [R, MAX_STOPS] int32, the tokens that end each request's text, and NO_TOKEN behind them. No chain has one.
     limits: [R] int64, the most drafts of each request when it was last chosen for.
@@ -182,7 +182,8 @@ class Foregone(NamedTuple):
     chances: np.ndarray
 
 
-# The classes of agreements: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more; and the whole output.
+# The classes of agreements: each length up to 6, then 7-8, 9-12, 13-20, 21-36, more. The last one is not in here: the
+# whole output.
 _LENGTH_CLASS = np.searchsorted([1, 2, 3, 4, 5, 6, 7, 9, 13, 21, 37], np.arange(38), side="right")
 
 

@@ -25,8 +25,9 @@ A chain's first token is judged under `COPIED` too, whatever the model says. So 
 model is awake. Few texts have many `CONTRARY` drafts. So what `COPIED` and `ALONE` at its first place tell of one
 counts as some trials of it.
 
-An agreement grows by one with each token of a chain, so one table serves first and later tokens. All requests share it,
-and the older of its trials count less. Four misses in a row halve what was known: the source may have turned.
+An agreement grows by one with each token of a chain, so one table serves first and later tokens. That of a reference
+which begins with the whole output is one of its own, however long the output is. All requests share the table, and the
+older of its trials count less. Four misses in a row halve what was known: the source may have turned.
 
 Chains that say the same may have other chances, since one knows more than the other: the better one counts. A reference
 that the model agrees with counts at least as much as without the model.
@@ -34,7 +35,8 @@ that the model agrees with counts at least as much as without the model.
 Yet one text repeats itself less than another. So each request has a record of its own: how often each source was right
 in it, and how often that was expected. Where it was right less often, its chances in this request are less by as much.
 Where it was right more often, by more than luck may do, the chances of a miss are. The record begins as if six hits had
-been expected and had come, and three misses. What is older counts less.
+been expected and had come, and three misses. For a reference it is 24 hits: a client vouches for it. What is older
+counts less.
 
 Where the model and the chains differ, that text may side with either: a list counts on, and a copy does not. So each
 source has a second record of these drafts alone. A text has few of them, so this record begins as if two hits had been
@@ -398,7 +400,7 @@ class Arbiter:
             chain: its index in `sources` and `starts`.
             token_ids: [B, <= K] int32; what stands behind a chain's end is not read.
             lengths: [B] int32, tokens of each request's chain; 0 = none.
-            agreed: [B] int32, how many tokens before it agree, or `WHOLE_OUTPUT`; 0 = it is a guess.
+            agreed: [B] int32, how many tokens before it agree, or `WHOLE_OUTPUT` and some; 0 = it is a guess.
         """
         self._compiled.offer(self._state, self._rows, chain, token_ids, lengths, agreed)
 
@@ -515,7 +517,8 @@ def prior_chances() -> np.ndarray:
     # Only now, as in `Arbiter`.
     from vllm_specplus.proposers import _arbiter
 
-    lengths = np.arange(_arbiter.NUM_LENGTHS)
+    # The last class, the whole output, begins as the longest agreement does.
+    lengths = np.minimum(np.arange(_arbiter.NUM_LENGTHS), _arbiter.NUM_LENGTHS - 2)
     chances = np.empty(_arbiter.NUM_KEYS)
     chances[_arbiter.ALONE : _arbiter.AGREED] = 0.5
     chances[_arbiter.AGREED : _arbiter.DIFFERED] = np.minimum(0.6 + 0.05 * lengths, 0.95)

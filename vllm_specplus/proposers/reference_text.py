@@ -78,9 +78,9 @@ class ReferenceText:
 
     @property
     def agreed(self) -> int:
-        """How many output tokens speak for the drafts' place; 0 for a guess.
+        """How many output tokens speak for the drafts' place; 0 for a guess behind an edit.
 
-        `WHOLE_OUTPUT` where the output is the beginning of the text, or nothing yet.
+        `WHOLE_OUTPUT` where the text begins with the output, even if there is none yet and `is_guess` holds.
         """
         if self._cursor == self._run == self._num_tokens:
             return WHOLE_OUTPUT

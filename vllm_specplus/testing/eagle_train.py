@@ -34,7 +34,9 @@ _SHORTEST = 16  # tokens of a text that is learned from
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """The settings that decide the trained weights, together with the target and the texts that Python comes with.
+    """The settings that decide the trained weights.
+
+    The target, the texts that Python comes with and `fast_dtype` decide them too.
 
     Attributes:
         answers: of the target, that are learned from; one in four continues a text, the others answer questions.
@@ -76,6 +78,7 @@ class HeadReport:
         answer_tokens, passage_tokens: that were learned from.
         in_draft_vocab: the share of tokens that can be drafted.
         agreement: by pass, the share of places where the draft is what the target chooses greedily.
+        dtype: in which all was computed.
     """
 
     seconds: float
@@ -83,6 +86,7 @@ class HeadReport:
     passage_tokens: int
     in_draft_vocab: float
     agreement: tuple[float, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,7 @@ def train_head(model: Path, folder: Path, settings: HeadSettings) -> HeadReport:
         passage_tokens=sum(len(t.tokens) for t in learned if not t.first_answer),
         in_draft_vocab=round(in_vocab, 4),
         agreement=tuple(round(share, 4) for share in agreement),
+        dtype=str(target.dtype).removeprefix("torch."),
     )
     _write(folder, trainer.head, vocab, json.loads((model / "config.json").read_text()), settings)
     return report
@@ -364,7 +369,7 @@ def _write(folder: Path, head: EagleHead, vocab: Tensor, target: dict[str, Any],
 def _progress_bar() -> Progress:
     console = Console(stderr=True)
     if not console.is_terminal:
-        console.print("training an EAGLE head: about an hour", highlight=False)
+        console.print("training an EAGLE head: about an hour with AVX-512", highlight=False)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -51,7 +51,7 @@ def make_real(out: str | Path) -> Path:
 def make_head(out: str | Path, settings: HeadSettings | None = None) -> Path:
     """Write an EAGLE head of the model to folder ``out`` and return that folder.
 
-    The first call trains, about an hour on two cores; later ones copy from the cache. ``training.json``
+    The first call trains, about an hour on two cores with AVX-512; later ones copy from the cache. ``training.json``
     in the folder says what came out: see :class:`HeadReport`. Raises as :func:`make_real`.
     """
     Path(out).mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.e2e.engines import PROMPTS
 from vllm_specplus.testing.eagle_net import EagleHead, HeadShape
-from vllm_specplus.testing.eagle_train import HeadReport, HeadSettings, Trainer, read_texts, train_head
+from vllm_specplus.testing.eagle_train import HeadReport, HeadSettings, Trainer, fast_dtype, read_texts, train_head
 from vllm_specplus.testing.tiny_tokenizer import END_OF_TEXT, VOCAB_SIZE, write_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -109,11 +109,13 @@ def test_the_report(head: tuple[Path, HeadReport]) -> None:
     assert 0 < report.passage_tokens <= SETTINGS.passages * SETTINGS.passage_tokens
     assert 0 < report.in_draft_vocab <= 1
     assert len(report.agreement) == PASSES
+    assert f"torch.{report.dtype}" == str(fast_dtype())
 
 
-def test_the_head_learns(target: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_head_learns(target: Path, dtype: torch.dtype) -> None:
     """A random target has nothing that carries over to other texts, so the same texts tell."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
     settings = replace(SETTINGS, passes=(1,) * 60)
     with Progress(disable=True) as bar:
         texts = list(read_texts(model, [(torch.tensor(prompt * 2), 1) for prompt in PROMPTS[:4]], settings, bar))

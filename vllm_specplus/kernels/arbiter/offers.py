@@ -41,7 +41,7 @@ def offer_chains(
         token_ids: [N, B, <= K] int32 or int64; may be strided but for the last dimension, and what stands behind a
             chain's end is not read.
         lengths: [N, B] int32, tokens of each chain, counting as 0 if negative and as all columns if more.
-        agreed: [N, B] int32, how many tokens before it agree, or `WHOLE_OUTPUT`; 0 = it is a guess.
+        agreed: [N, B] int32, how many tokens before it agree, or `WHOLE_OUTPUT` and some; 0 = it is a guess.
         first_chain: the index of the first of them among the chains that the state was made for.
         chains_per_start: from there, the distance of the second, and so on.
 

@@ -187,7 +187,7 @@ class TokenCopier:
             input_batch: vLLM's.
             token_ids: [B, reach] int32, what may follow.
             num_tokens: [B] int32, tokens of each chain.
-            agreed: [B] int32, how many tokens before it agree.
+            agreed: [B] int32, how many tokens before it agree, or `WHOLE_OUTPUT`.
             limits: of each request's drafts.
 
         Returns:

@@ -228,8 +228,8 @@ class RequestTracker:
             limits: of each request's drafts.
 
         Returns:
-            [B, K] int64 tokens, [B] int32 their number, and [B] int32 how many output tokens speak for them; None where
-            no request of the batch has a reference.
+            [B, K] int64 tokens, [B] int32 their number, and [B] int32 how many output tokens speak for them, or
+            `WHOLE_OUTPUT` and some; None where no request of the batch has a reference.
         """
         requests = self.requests_with_reference(input_batch)
         if not requests:
