@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from vllm_specplus.compare.command import positive
 from vllm_specplus.compare.measure import in_places, started_engine
 from vllm_specplus.compare.processes import EngineFailedError, EngineProcess
 from vllm_specplus.compare.prompts import Prompt
@@ -239,8 +240,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eagle", metavar="HEAD", help="the EAGLE-3 head that drafts")
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], help="default 1,4,16")
     parser.add_argument("--temperature", type=lambda text: [float(n) for n in text.split(",")], help="default 0,.8")
-    parser.add_argument("--repeats", type=int, help="default 5")
-    parser.add_argument("--max-tokens", type=int, help="default 200")
+    parser.add_argument("--repeats", type=positive, help="default 5")
+    parser.add_argument("--max-tokens", type=positive, help="default 200")
     parser.add_argument("--tiny", action="store_true", help="one short repeat at concurrency 1, to see that it runs")
     parser.add_argument("--logs", type=Path, default=Path("benchmark-logs"), help="default benchmark-logs")
     parser.add_argument("--json", type=Path, help="write the results here as well")

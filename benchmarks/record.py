@@ -23,21 +23,67 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from vllm_specplus.compare.command import positive
 from vllm_specplus.compare.workloads import WORKLOADS, workload
+from vllm_specplus.config import resolve
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's scheduler is in this process
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 DEFAULT_CONFIG = {"method": "mtp", "num_speculative_tokens": 3}
+ACCEPTS_NOTHING = {"accept_policy": "reject_all"}
 KINDS = [name for name in WORKLOADS if name != "mixed"]
 
 
-def record(args: argparse.Namespace) -> list[dict[str, Any]]:
+class PromptRow(BaseModel):
+    """A prompt as PROMPTS has it."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    kind: str
+    name: str
+    prompt: str | list[int] = Field(min_length=1)
+    reference: str | list[int] | None = None
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The rows of PROMPTS, without what they leave out.
+
+    Raises:
+        ValueError: the file cannot be read, or is no such list; the message is one line.
+    """
+    try:
+        rows = TypeAdapter(list[PromptRow]).validate_json(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ValueError(f"{path}: needs a list of kind, name and prompt: {where}: {first['msg']}") from None
+    return [row.model_dump(exclude_none=True) for row in rows]
+
+
+def draft_model(text: str) -> dict[str, Any]:
+    """The config in `text`, whose drafts are a model's alone."""
+    try:
+        config = json.loads(text)
+        options = resolve(config | ACCEPTS_NOTHING).options
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if options is None or options.drafts_from_history:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not allowed: what is recorded are the drafts of a model, so name its method and no match"
+        )
+    return config
+
+
+def record(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Generate every prompt; return the traces."""
     from vllm import LLM, SamplingParams
 
-    rows = workload_rows(args.workload) if args.workload else json.loads(args.prompts.read_text())
-    config = (args.speculative_config or DEFAULT_CONFIG) | {"accept_policy": "reject_all"}
+    config = (args.speculative_config or DEFAULT_CONFIG) | ACCEPTS_NOTHING
     llm = LLM(
         model=args.model,
         speculative_config=config,
@@ -120,16 +166,21 @@ def main() -> int:
     prompts.add_argument("--workload", choices=KINDS, nargs="+", help="prompts that `vllm-specplus compare` brings")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the traces go")
     parser.add_argument(
-        "--speculative-config", type=json.loads, metavar="JSON", help=f"default: {json.dumps(DEFAULT_CONFIG)}"
+        "--speculative-config", type=draft_model, metavar="JSON", help=f"default: {json.dumps(DEFAULT_CONFIG)}"
     )
-    parser.add_argument("--max-tokens", type=int, default=400, metavar="N")
-    parser.add_argument("--max-model-len", type=int, default=4096, metavar="N")
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="requests at a time")
+    parser.add_argument("--max-tokens", type=positive, default=400, metavar="N")
+    parser.add_argument("--max-model-len", type=positive, default=4096, metavar="N")
+    parser.add_argument("--batch", type=positive, default=16, metavar="N", help="requests at a time")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
     parser.add_argument("--ignore-eos", action="store_true", help="write on after the end of a text")
     args = parser.parse_args()
-    traces = record(args)
+    try:
+        rows = workload_rows(args.workload) if args.workload else read_prompts(args.prompts)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    traces = record(args, rows)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(traces) + "\n")
     tokens = sum(len(trace["output"]) for trace in traces)

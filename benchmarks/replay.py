@@ -10,7 +10,8 @@ in token ids, or null. One with a single output token has no steps and is left o
 
 A step verifies a list of drafts. It gives the longest prefix of them that the output confirms, and one token more; for
 greedy text this is what an engine does. A step costs ``1 + draft-cost x passes + slot-cost x drafts``: the costs are
-shares of a step of the target alone. ``speed`` is tokens per cost, so that of no speculation is 1.
+shares of a step of the target alone. ``speed`` is tokens per cost, so that of no speculation is 1. A row's ``passes``
+are 0 for a way without the draft model, and otherwise the most of a step.
 
 ==========  ============================================================================================
 way         what is drafted in each step, at most `--window` tokens
@@ -49,6 +50,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from vllm_specplus.compare.command import number_from_0, positive
 from vllm_specplus.config import SpecPlusOptions
 from vllm_specplus.proposers import History, HybridDrafter, Match, Matcher, NgramMatcher, SuffixMatcher
 from vllm_specplus.proposers.adaptive import AdaptiveDrafter
@@ -512,16 +514,16 @@ def print_table(rows: Sequence[Row], setting: Setting, console: Console) -> None
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True, metavar="FILE", help="what benchmarks/record.py wrote")
-    parser.add_argument("--passes", type=int, nargs="+", default=[1, 3], metavar="N", help="default: 1 3")
-    parser.add_argument("--window", type=int, nargs="+", default=[5, 10], metavar="N", help="default: 5 10")
-    parser.add_argument("--draft-cost", type=float, nargs="+", default=[0.08], metavar="C", help="default: .08")
-    parser.add_argument("--slot-cost", type=float, nargs="+", default=[0.02], metavar="C", help="default: .02")
+    parser.add_argument("--passes", type=positive, nargs="+", default=[1, 3], metavar="N", help="default: 1 3")
+    parser.add_argument("--window", type=positive, nargs="+", default=[5, 10], metavar="N", help="default: 5 10")
+    parser.add_argument("--draft-cost", type=number_from_0, nargs="+", default=[0.08], metavar="C", help="default: .08")
+    parser.add_argument("--slot-cost", type=number_from_0, nargs="+", default=[0.02], metavar="C", help="default: .02")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args()
-    if min(args.passes) < 1 or min(args.window) < max(args.passes):
-        parser.error("each of --passes must be at least 1, and each --window at least as large as all of them")
-    if min(*args.draft_cost, *args.slot_cost, 0) < 0:
-        parser.error("costs must not be negative")
+    if min(args.window) < max(args.passes):
+        parser.error(
+            f"--window {min(args.window)} is not allowed with --passes {max(args.passes)}: it must be as large"
+        )
     try:
         traces = read_traces(args.traces, max(args.passes))
     except TraceError as error:

@@ -67,7 +67,9 @@ sentence is that of `vllm-specplus check --explain`, in the config that stands a
 - Without a key of the plugin that asks for something, vLLM drafts and verifies by itself.
 - vLLM's `prompt_lookup_max` and `prompt_lookup_min` are other names of the sizes of n-grams, in hybrids too.
 - vLLM's `parallel_drafting` and `num_speculative_tokens_per_batch_size` are refused in a hybrid. With `naive` the
-  latter is refused too."""
+  latter is refused too.
+- vLLM's `enable_adaptive_verification: true` works in hybrids with `adaptive` on Model Runner V2. vLLM then trims
+  drafts on the GPU. [Limits](limits.md#verification) tells where it is ignored. What it gains has not been measured."""
 # What holds where a key is left out of a config that asks for nothing else.
 NEUTRAL = {
     "mtp_strategy": '`"default"`: vLLM\'s drafter alone',

@@ -58,11 +58,14 @@ def test_configs_are_what_they_are_called(head: str | None) -> None:
     assert override.match_override_len == 4
 
 
-def test_predictions_are_measured_with_the_readmes_config() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    about, config = readme.partition("// any model: ")[2].splitlines()[:2]
+def test_predictions_are_measured_with_the_config_of_the_docs() -> None:
+    root = Path(__file__).parents[2]
+    about, in_readme = (root / "README.md").read_text().partition("// any model: ")[2].splitlines()[:2]
     assert "predicted outputs" in about
-    assert json.loads(config) == adaptive.configs(None)[adaptive.PREDICTED[0]]
+    command = (root / "docs" / "requests.md").read_text().partition("--speculative-config")[2]
+    _, in_requests, _ = command.split("'", 2)
+    for config in (in_readme, in_requests):
+        assert json.loads(config) == adaptive.configs(None)[adaptive.PREDICTED[0]]
 
 
 @pytest.mark.parametrize(("speed", "met"), [(97.5, True), (96.0, False)])

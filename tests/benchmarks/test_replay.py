@@ -125,6 +125,21 @@ def test_a_bad_file_gets_one_line(traces: Any, message: str, tmp_path: Path) -> 
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--passes", "0"], "--passes: '0' is not a whole number above 0"),
+        (["--slot-cost", "nan"], "--slot-cost: 'nan' is not a number from 0"),
+        (["--draft-cost", "-1"], "--draft-cost: '-1' is not a number from 0"),
+        (["--passes", "3", "--window", "2", "8"], "--window 2 is not allowed with --passes 3: it must be as large"),
+    ],
+)
+def test_bad_options_are_named(options: list[str], message: str, tmp_path: Path) -> None:
+    done = run(tmp_path, [trace()], *options)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+
+
 def test_what_ends_a_text_is_read_off_the_outputs() -> None:
     """7 ends two of them. 6 stands within one, 5 ends one alone, and the same text twice counts once."""
 

@@ -140,6 +140,15 @@ def test_adaptive_verification_chooses_by_itself(log: pytest.LogCaptureFixture) 
     assert line.endswith("always 12, since enable_adaptive_verification=true trims them on the device")
 
 
+def test_adaptive_verification_trims_what_synchronous_scheduling_has(log: pytest.LogCaptureFixture) -> None:
+    engine = widths.with_possible_adaptive_verification(read(ON_THE_DEVICE, async_scheduling=False))
+    assert widths.with_chosen_widths(engine) is engine
+    assert engine.resolved.vllm["enable_adaptive_verification"]
+    (line,) = log.messages
+    assert line.startswith("slots for drafts in a step: one for each draft that is worth it")
+    assert line.endswith("enable_adaptive_verification=true trims these on the device")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

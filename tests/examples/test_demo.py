@@ -93,11 +93,18 @@ def test_a_failing_engine_shows_its_log(tmp_path: Path) -> None:
     assert done.stdout == f"The engines' logs are in {tmp_path / 'logs'}\nstarts no speculation and mtp\n"
 
 
+def adapts(config: dict[str, Any]) -> bool:
+    options = resolve(config).options
+    return options is not None and options.adaptive
+
+
 def test_both_demos_begin_without_speculation() -> None:
     for compared in (demo.of_mtp(), demo.of_eagle("HEAD")):
         assert next(iter(compared.configs.items())) == (demo.PLAIN, None)
         configs = [config for config in compared.configs.values() if config is not None]
         assert len({resolve(config, strict=True).as_json() for config in configs}) == 5
         assert compared.units == demo.START_UNITS + (1 + demo.REPEATS) * len(compared.prompts)
+        adaptive = [name for name, config in compared.configs.items() if config and adapts(config)]
+        assert adaptive == ["hybrid, adaptive"]
     assert [bool(prompt.reference) for prompt in compared.prompts.values()] == [False, False, True, False]
     assert {config.get("model", "HEAD") for config in compared.configs.values() if config} == {"HEAD"}

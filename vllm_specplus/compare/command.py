@@ -44,10 +44,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--concurrency", type=_levels, default=[1], metavar="N,...", help="requests at once; default 1"
     )
-    command.add_argument("--max-tokens", type=_positive, default=128, metavar="N", help="of an answer; default 128")
-    command.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="default 0")
+    command.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="of an answer; default 128")
+    command.add_argument("--temperature", type=number_from_0, default=0.0, metavar="T", help="default 0")
     command.add_argument(
-        "--repeat", type=_positive, default=6, metavar="R", help="runs of each configuration; default 6"
+        "--repeat", type=positive, default=6, metavar="R", help="runs of each configuration; default 6"
     )
     command.add_argument(_ENGINE_ARGS, type=_words, default=[], metavar="'...'", help="options of `vllm serve`")
     command.add_argument(
@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     try:
         number = int(text)
     except ValueError:
@@ -81,10 +81,10 @@ def _folder(text: str) -> Path:
 
 
 def _levels(text: str) -> list[int]:
-    return [*dict.fromkeys(_positive(part) for part in text.split(","))]
+    return [*dict.fromkeys(positive(part) for part in text.split(","))]
 
 
-def _temperature(text: str) -> float:
+def number_from_0(text: str) -> float:
     try:
         number = float(text)
     except ValueError:

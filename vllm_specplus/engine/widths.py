@@ -68,7 +68,13 @@ def with_chosen_widths(setup: EngineSetup) -> EngineSetup:
     if not _adapts(setup.options):
         return setup
     if not _is_asynchronous(setup):
-        logger.info("slots for drafts in a step: one for each draft that is worth it, since scheduling is synchronous")
+        trimmed = ""
+        if setup.resolved.vllm.get(ADAPTIVE_VERIFICATION_KEY):
+            trimmed = f"; {ADAPTIVE_VERIFICATION_KEY}=true trims these on the device"
+        logger.info(
+            "slots for drafts in a step: one for each draft that is worth it, since scheduling is synchronous%s",
+            trimmed,
+        )
         return setup
     reason = reason_for_fixed_width(setup)
     if reason is not None:

@@ -72,6 +72,7 @@ def base(tiny: Path, trained: Path) -> dict[Path, Texts]:
         pytest.param("eagle_ngram", engine, marks=pytest.mark.slow),
         pytest.param("eagle_suffix", engine, marks=pytest.mark.slow),
         ("ngram", async_engine),
+        pytest.param("suffix", engine, marks=pytest.mark.slow),
         pytest.param("suffix", async_engine, marks=pytest.mark.slow),
         pytest.param("naive", engine, marks=pytest.mark.slow),
     ],

@@ -366,11 +366,11 @@ EMPTY = USUAL | {"text_lengths": [0], "lengths": [0]}
 @example(USUAL | {"hit_rate": 0})
 @example(USUAL | {"hit_rate": 1})
 def test_equals_the_specification(case):
-    batch_sizes, (slot_price, pass_price, step_price) = case.pop("batch_sizes"), case.pop("prices")
-    pair = Pair(**case)
+    slot_price, pass_price, step_price = case["prices"]
+    pair = Pair(**{name: value for name, value in case.items() if name not in ("batch_sizes", "prices")})
     pair.share()
     pass_prices = [pass_price, pass_price // 3, pass_price // 3][: pair.num_steps]
-    for batch_size in batch_sizes:
+    for batch_size in case["batch_sizes"]:
         batch = pair.draw_batch(batch_size)
         pair.grow_texts()
         pair.share()

@@ -11,6 +11,7 @@ import triton.language as tl
 from vllm_specplus import sources
 from vllm_specplus.kernels.arbiter.accounts import Accounts, plan_and_report, report_credit, settle
 from vllm_specplus.kernels.arbiter.keys import (
+    REFERENCE,
     against,
     beside,
     copied_keys,
@@ -26,7 +27,6 @@ from vllm_specplus.kernels.arbiter.state import DISPUTED, ENDS, ONE, SETTLED, SH
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, store_counts
 
 _MODEL = tl.constexpr(sources.MODEL)
-_REFERENCE = tl.constexpr(sources.REFERENCE)
 _UNFILLED = tl.constexpr(sources.UNFILLED)
 
 
@@ -238,7 +238,7 @@ def _chances_of_chains(offers, beliefs, row, chains, rooms, sizes):
     chances = scaled(chances, factors(beliefs.record, row, records_of(keys, chains.sources)))
     own_first = tl.where(rooms > 0, chances, 0)
     if not sizes.IS_BLIND:
-        is_shared = chains.is_models & (chains.sources == _REFERENCE)
+        is_shared = chains.is_models & (chains.sources == REFERENCE)
         alone = tl.sum(tl.where(slots[None, :] == 0, own, 0), axis=1)
         own_first = tl.where(is_shared, tl.maximum(own_first, alone), own_first)
 
@@ -282,7 +282,7 @@ def _chances_of_ends(offers, beliefs, row, chains, tokens, is_token, sizes):
     tokens: [BLOCK_CHAINS, BLOCK_WIDTH], of the chains, -1 where `is_token` is false.
     """
     which, slots = tl.arange(0, sizes.BLOCK_CHAINS), tl.arange(0, sizes.BLOCK_WIDTH)[None, :]
-    is_reference = (which == sizes.NUM_CHAINS - 1) & (chains.sources == _REFERENCE)
+    is_reference = (which == sizes.NUM_CHAINS - 1) & (chains.sources == REFERENCE)
     length = tl.sum(tl.where(is_reference, chains.lengths, 0), axis=0)
     said_ptr = offers.chains + (row * sizes.NUM_CHAINS + sizes.NUM_CHAINS - 1) * sizes.WIDTH
     steps = tl.arange(0, sizes.BLOCK_STEPS)
@@ -295,8 +295,8 @@ def _chances_of_ends(offers, beliefs, row, chains, tokens, is_token, sizes):
     said = tl.load(said_ptr + places, mask=(places >= 0) & (places < length), other=-2)
     agreeing = tl.min(tl.where(tokens == said, sizes.BLOCK_WIDTH, slots), axis=1)
     follows = (chains.starts + agreeing == length) & (chains.starts <= num_same) & (agreeing > 0)
-    key = copied_keys(_REFERENCE, tl.sum(tl.where(is_reference, chains.agreed, 0), axis=0) + length)
-    by_source = factors(beliefs.record, row, tl.full((), SETTLED + _REFERENCE, tl.int32))
+    key = copied_keys(REFERENCE, tl.sum(tl.where(is_reference, chains.agreed, 0), axis=0) + length)
+    by_source = factors(beliefs.record, row, tl.full((), SETTLED + REFERENCE, tl.int32))
     chance = scaled(tl.load(beliefs.chances + key), by_source)
     chance = scaled(chance, factors(beliefs.record, row, tl.full((), ENDS, tl.int32)))
     return tl.where(is_token & follows[:, None] & (slots == agreeing[:, None]), chance, 0)

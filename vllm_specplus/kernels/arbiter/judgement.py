@@ -8,6 +8,7 @@ import triton.language as tl
 
 from vllm_specplus import sources
 from vllm_specplus.kernels.arbiter.keys import (
+    REFERENCE,
     against,
     beside,
     class_of_history,
@@ -51,7 +52,6 @@ _NOTHING = Counted(None, None, None, None, None, None, None)
 _BLOCK_KEYS = next_power_of_2(NUM_KEYS.value)
 _BLOCK_RECORDS = tl.constexpr(next_power_of_2(NUM_RECORDS.value))
 _MODEL = tl.constexpr(sources.MODEL)
-_REFERENCE = tl.constexpr(sources.REFERENCE)
 
 
 def judge_and_offer(
@@ -199,7 +199,7 @@ def _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_n
     hits += _of_chains((is_judged & is_hit).to(tl.int64), chains.sources, keys_of_first)
     # Texts that have gone on behind the end of a reference.
     is_passed = is_reached & (num_right == chains.lengths) & (chains.starts + num_right < num_new)
-    is_passed = is_passed & (chains.sources == _REFERENCE) & (num_right > 0)
+    is_passed = is_passed & (chains.sources == REFERENCE) & (num_right > 0)
     is_passed = is_passed & (num_right < tl.load(offers.limits + row))
     chances = tl.load(table.chances + copied_keys(chains.sources, chains.agreed + num_right), mask=is_passed, other=0)
     ends = tl.zeros_like(chains.starts) + ENDS

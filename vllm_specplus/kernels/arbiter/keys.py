@@ -33,7 +33,7 @@ from vllm_specplus.kernels.arbiter.state import (
 )
 
 _NGRAM = tl.constexpr(sources.NGRAM)
-_REFERENCE = tl.constexpr(sources.REFERENCE)
+REFERENCE = tl.constexpr(sources.REFERENCE)
 
 
 class Chains(NamedTuple):
@@ -131,7 +131,7 @@ def factors(record, row, which):
     trials = tl.load(record.trials + at, mask=is_read, other=0)
     expected = tl.load(record.expected + at, mask=is_read, other=0)
     hits = tl.load(record.hits + at, mask=is_read, other=0)
-    prior = tl.where(which == SETTLED + _REFERENCE, PRIOR_VOUCHED, PRIOR_EXPECTED)
+    prior = tl.where(which == SETTLED + REFERENCE, PRIOR_VOUCHED, PRIOR_EXPECTED)
     prior = tl.where(which >= DISPUTED, PRIOR_DISPUTED, prior).to(tl.int64)
     lower = (hits + prior) * ONE // (expected + prior)
     prior = tl.where(which >= DISPUTED, PRIOR_DISPUTED_MISSES, PRIOR_MISSES).to(tl.int64)

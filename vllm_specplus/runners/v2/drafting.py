@@ -151,6 +151,8 @@ class Drafting:
         draft_tokens, idx_mapping = self.draft_tokens[: input_batch.num_reqs], input_batch.idx_mapping
         draft_tokens.zero_()
         self.num_drafts[idx_mapping] = self.num_model[idx_mapping] = 0
+        if self.confidences is not None:
+            self.confidences[: input_batch.num_reqs].zero_()
         self.latest = self.num_drafts[idx_mapping]
         return draft_tokens
 
