@@ -62,6 +62,12 @@ def slow(*case: Any) -> Any:
             partial(async_engine, chooses_widths=True),
             TENSOR,
         ),
+        slow(
+            "mtp_ngram",
+            {"adaptive": True, "verify_strategy": "rejection", "draft_sample_method": "probabilistic"},
+            async_engine,
+            TENSOR,
+        ),
         slow("suffix", {"verify_strategy": "target_match"}, engine, TENSOR),
         slow("suffix", {"adaptive": True}, async_engine, TENSOR),
         slow("eagle_ngram", {"verify_strategy": "greedy"}, engine, TENSOR),
