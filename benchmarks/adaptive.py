@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vllm_specplus.compare.command import positive
+from vllm_specplus.compare.command import number_from_0, positive, whole_numbers
 from vllm_specplus.compare.measure import in_places, started_engine
 from vllm_specplus.compare.processes import EngineFailedError, EngineProcess
 from vllm_specplus.compare.prompts import Prompt
@@ -234,12 +234,16 @@ def show(console: Console, ways: Configs, results: list[Result], rows: list[dict
     console.print(table)
 
 
+def temperatures(text: str) -> list[float]:
+    return [number_from_0(part) for part in text.split(",")]
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint, with an MTP head unless --eagle names another head")
     parser.add_argument("--eagle", metavar="HEAD", help="the EAGLE-3 head that drafts")
-    parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], help="default 1,4,16")
-    parser.add_argument("--temperature", type=lambda text: [float(n) for n in text.split(",")], help="default 0,.8")
+    parser.add_argument("--concurrency", type=whole_numbers, help="default 1,4,16")
+    parser.add_argument("--temperature", type=temperatures, help="default 0,.8")
     parser.add_argument("--repeats", type=positive, help="default 5")
     parser.add_argument("--max-tokens", type=positive, help="default 200")
     parser.add_argument("--tiny", action="store_true", help="one short repeat at concurrency 1, to see that it runs")

@@ -21,13 +21,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from vllm_specplus.compare.command import positive
 from vllm_specplus.compare.workloads import WORKLOADS, workload
-from vllm_specplus.config import resolve
+from vllm_specplus.config import SpecPlusConfigError, parse_json, resolve
+from vllm_specplus.config.errors import setting, show
+from vllm_specplus.config.rules import METHODS_WITHOUT_MODEL
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's scheduler is in this process
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -37,19 +39,29 @@ ACCEPTS_NOTHING = {"accept_policy": "reject_all"}
 KINDS = [name for name in WORKLOADS if name != "mixed"]
 
 
+def _text_or_ids(value: Any) -> Any:
+    is_ids = isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+    if not value or not (is_ids or isinstance(value, str)):
+        raise ValueError(f"must be text or a list of token ids, got {show(value)}")
+    return value
+
+
+TextOrIds = Annotated[Any, AfterValidator(_text_or_ids)]
+
+
 class PromptRow(BaseModel):
     """A prompt as PROMPTS has it."""
 
-    model_config = ConfigDict(coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="forbid")
 
     kind: str
     name: str
-    prompt: str | list[int] = Field(min_length=1)
-    reference: str | list[int] | None = None
+    prompt: TextOrIds
+    reference: TextOrIds | None = None
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The rows of PROMPTS, without what they leave out.
+    """The rows of PROMPTS; one without a reference has no such key.
 
     Raises:
         ValueError: the file cannot be read, or is no such list; the message is one line.
@@ -65,16 +77,17 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return [row.model_dump(exclude_none=True) for row in rows]
 
 
-def draft_model(text: str) -> dict[str, Any]:
+def config_of_draft_model(text: str) -> dict[str, Any]:
     """The config in `text`, whose drafts are a model's alone."""
     try:
-        config = json.loads(text)
+        config = parse_json(text)
         options = resolve(config | ACCEPTS_NOTHING).options
-    except (ValueError, TypeError) as error:
+    except SpecPlusConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if options is None or options.drafts_from_history:
+    if options is None or options.method in METHODS_WITHOUT_MODEL or options.is_hybrid:
+        key = "mtp_strategy" if options is not None and options.is_hybrid else "method"
         raise argparse.ArgumentTypeError(
-            f"{text} is not allowed: what is recorded are the drafts of a model, so name its method and no match"
+            f"{setting(key, config.get(key))} is not allowed: only the drafts of a model are recorded"
         )
     return config
 
@@ -166,7 +179,10 @@ def main() -> int:
     prompts.add_argument("--workload", choices=KINDS, nargs="+", help="prompts that `vllm-specplus compare` brings")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the traces go")
     parser.add_argument(
-        "--speculative-config", type=draft_model, metavar="JSON", help=f"default: {json.dumps(DEFAULT_CONFIG)}"
+        "--speculative-config",
+        type=config_of_draft_model,
+        metavar="JSON",
+        help=f"default: {json.dumps(DEFAULT_CONFIG)}",
     )
     parser.add_argument("--max-tokens", type=positive, default=400, metavar="N")
     parser.add_argument("--max-model-len", type=positive, default=4096, metavar="N")

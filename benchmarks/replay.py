@@ -11,7 +11,7 @@ in token ids, or null. One with a single output token has no steps and is left o
 A step verifies a list of drafts. It gives the longest prefix of them that the output confirms, and one token more; for
 greedy text this is what an engine does. A step costs ``1 + draft-cost x passes + slot-cost x drafts``: the costs are
 shares of a step of the target alone. ``speed`` is tokens per cost, so that of no speculation is 1. A row's ``passes``
-are 0 for a way without the draft model, and otherwise the most of a step.
+are 0 for a way without the draft model, and otherwise the most that a step may make.
 
 ==========  ============================================================================================
 way         what is drafted in each step, at most `--window` tokens
@@ -522,7 +522,7 @@ def main() -> int:
     args = parser.parse_args()
     if min(args.window) < max(args.passes):
         parser.error(
-            f"--window {min(args.window)} is not allowed with --passes {max(args.passes)}: it must be as large"
+            f"--window {min(args.window)} is not allowed with --passes {max(args.passes)}: it must be at least as large"
         )
     try:
         traces = read_traces(args.traces, max(args.passes))

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "record.py"
 HYBRID = {"method": "mtp", "num_speculative_tokens": 4, "num_model_steps": 2, "mtp_strategy": "with_ngram"}
 
 
-def last_line(*arguments: str) -> str:
+def refusal(*arguments: str) -> str:
     command = [sys.executable, str(SCRIPT), "MODEL", *arguments, "--out", "unused.json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
@@ -22,15 +22,16 @@ def last_line(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{", "Expecting property name"),
-        ("5", "unsupported operand"),
-        (json.dumps(HYBRID), f"{json.dumps(HYBRID)} is not allowed: what is recorded are the drafts of a model"),
-        ('{"method": "ngram", "num_speculative_tokens": 4}', "is not allowed: what is recorded"),
+        ("{", "malformed JSON at line 1 column 2"),
+        ("5", "expected a JSON object, got 5"),
+        (json.dumps(HYBRID), 'mtp_strategy="with_ngram" is not allowed: only the drafts of a model are recorded'),
+        ('{"method": "ngram", "num_speculative_tokens": 4}', 'method="ngram" is not allowed'),
+        ('{"method": "ngram_gpu", "num_speculative_tokens": 4}', 'method="ngram_gpu" is not allowed'),
         ('{"method": "mtp", "num_speculative_tokens": 0}', "num_speculative_tokens=0"),
     ],
 )
 def test_a_config_that_does_not_draft_with_a_model_alone(config: str, message: str) -> None:
-    line = last_line("--workload", "edit", "--speculative-config", config)
+    line = refusal("--workload", "edit", "--speculative-config", config)
     assert "argument --speculative-config: " in line
     assert message in line
 
@@ -42,13 +43,15 @@ def test_a_config_that_does_not_draft_with_a_model_alone(config: str, message: s
         ("{", "the file: Invalid JSON"),
         ("{}", "the file: Input should be a valid array"),
         ('[{"kind": "code", "name": "one"}]', "0.prompt: Field required"),
-        ('[{"kind": "code", "name": "one", "prompt": ""}]', "0.prompt: "),
+        ('[{"kind": "code", "name": "one", "prompt": ""}]', 'must be text or a list of token ids, got ""'),
+        ('[{"kind": "code", "name": "one", "prompt": [-1]}]', "must be text or a list of token ids, got [-1]"),
+        ('[{"kind": "code", "name": "one", "prompt": "a", "refrence": "b"}]', "0.refrence: Extra inputs"),
     ],
 )
-def test_prompts_that_are_none(text: str | None, message: str, tmp_path: Path) -> None:
+def test_a_bad_file_gets_one_line(text: str | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.json"
     if text is not None:
         file.write_text(text)
-    line = last_line(str(file))
+    line = refusal(str(file))
     assert line.startswith(f"error: {file}: ")
     assert message in line

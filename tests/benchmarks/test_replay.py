@@ -131,7 +131,10 @@ def test_a_bad_file_gets_one_line(traces: Any, message: str, tmp_path: Path) -> 
         (["--passes", "0"], "--passes: '0' is not a whole number above 0"),
         (["--slot-cost", "nan"], "--slot-cost: 'nan' is not a number from 0"),
         (["--draft-cost", "-1"], "--draft-cost: '-1' is not a number from 0"),
-        (["--passes", "3", "--window", "2", "8"], "--window 2 is not allowed with --passes 3: it must be as large"),
+        (
+            ["--passes", "3", "--window", "2", "8"],
+            "--window 2 is not allowed with --passes 3: it must be at least as large",
+        ),
     ],
 )
 def test_bad_options_are_named(options: list[str], message: str, tmp_path: Path) -> None:

@@ -140,15 +140,6 @@ def test_adaptive_verification_chooses_by_itself(log: pytest.LogCaptureFixture) 
     assert line.endswith("always 12, since enable_adaptive_verification=true trims them on the device")
 
 
-def test_adaptive_verification_trims_what_synchronous_scheduling_has(log: pytest.LogCaptureFixture) -> None:
-    engine = widths.with_possible_adaptive_verification(read(ON_THE_DEVICE, async_scheduling=False))
-    assert widths.with_chosen_widths(engine) is engine
-    assert engine.resolved.vllm["enable_adaptive_verification"]
-    (line,) = log.messages
-    assert line.startswith("slots for drafts in a step: one for each draft that is worth it")
-    assert line.endswith("enable_adaptive_verification=true trims these on the device")
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -160,6 +151,7 @@ def test_adaptive_verification_trims_what_synchronous_scheduling_has(log: pytest
         ({"attention_backend": "FLASHINFER"}, "attention backend FLASHINFER"),
         ({"device_type": "cpu"}, "needs full CUDA graphs"),
         ({"on_v2": False}, "Model Runner V1"),
+        ({"async_scheduling": False}, "scheduling is synchronous"),
     ],
 )
 def test_where_adaptive_verification_cannot_run_one_line_says_why(
@@ -175,7 +167,7 @@ def test_where_adaptive_verification_cannot_run_one_line_says_why(
     assert words in line
     # What else can be done is done.
     chosen = widths.with_chosen_widths(engine)
-    assert bool(chosen.widths) == (not changes.keys() & {"parallel", "device_type", "on_v2"})
+    assert bool(chosen.widths) == (not changes.keys() & {"parallel", "device_type", "on_v2", "async_scheduling"})
 
 
 @pytest.mark.parametrize(

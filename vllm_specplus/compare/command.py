@@ -42,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--baseline", default="none", metavar="JSON", help="what the others are compared with; default none"
     )
     command.add_argument(
-        "--concurrency", type=_levels, default=[1], metavar="N,...", help="requests at once; default 1"
+        "--concurrency", type=whole_numbers, default=[1], metavar="N,...", help="requests at once; default 1"
     )
     command.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="of an answer; default 128")
     command.add_argument("--temperature", type=number_from_0, default=0.0, metavar="T", help="default 0")
@@ -65,6 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def positive(text: str) -> int:
+    """The whole number in `text`; for argparse."""
     try:
         number = int(text)
     except ValueError:
@@ -80,11 +81,13 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-def _levels(text: str) -> list[int]:
+def whole_numbers(text: str) -> list[int]:
+    """The different whole numbers in `text`, with commas between; for argparse."""
     return [*dict.fromkeys(positive(part) for part in text.split(","))]
 
 
 def number_from_0(text: str) -> float:
+    """The finite number in `text`; for argparse."""
     try:
         number = float(text)
     except ValueError:

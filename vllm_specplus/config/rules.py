@@ -246,7 +246,7 @@ def _refuse_adaptive_verification(parsed: ParsedConfig) -> None:
     if not parsed.is_hybrid or not is_adaptive(parsed, tokens=1):
         raise not_allowed_error(
             f"{parsed.setting('enable_adaptive_verification')} with keys of vllm-specplus",
-            "beside these it works only in a hybrid with adaptive=true, which knows the chance of each draft",
+            'with these it needs mtp_strategy="with_ngram" or "with_suffix", and adaptive=true',
         )
 
 

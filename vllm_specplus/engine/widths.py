@@ -50,6 +50,8 @@ def reason_against_adaptive_verification(setup: EngineSetup) -> str | None:
         return f"it does not work with pipeline_parallel_size={setup.parallel_config.pipeline_parallel_size}"
     if setup.device_type == "cpu" or args.enforce_eager or not _has_full_graphs(args):
         return "it needs full CUDA graphs"
+    if not _is_asynchronous(setup):
+        return "scheduling is synchronous, and has slots for drafts that are worth it alone"
     backend = AttentionConfig.validate_backend_before(args.attention_backend) or args.attention_config.backend
     if backend is not None and not backend.get_class().supports_device_cpu_query_lens_mismatch():
         return f"attention backend {backend.name} cannot run it"
@@ -68,13 +70,7 @@ def with_chosen_widths(setup: EngineSetup) -> EngineSetup:
     if not _adapts(setup.options):
         return setup
     if not _is_asynchronous(setup):
-        trimmed = ""
-        if setup.resolved.vllm.get(ADAPTIVE_VERIFICATION_KEY):
-            trimmed = f"; {ADAPTIVE_VERIFICATION_KEY}=true trims these on the device"
-        logger.info(
-            "slots for drafts in a step: one for each draft that is worth it, since scheduling is synchronous%s",
-            trimmed,
-        )
+        logger.info("slots for drafts in a step: one for each draft that is worth it, since scheduling is synchronous")
         return setup
     reason = reason_for_fixed_width(setup)
     if reason is not None:

@@ -22,7 +22,6 @@ from tests.e2e.faults import fault
 from tests.e2e.references import stats
 from tests.e2e.v2.engines import FEW, async_engine, tokens
 from vllm_specplus.engine import widths
-from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.runners.v2 import adaptive_verification as ours
 from vllm_specplus.runners.v2.adaptive import AdaptiveFiller
 
@@ -51,9 +50,7 @@ class Stream:
 
 
 @contextmanager
-def trimming_engine(
-    model: Path, cost_of_token: float, config: dict[str, Any] = ON_THE_DEVICE, start: Any = async_engine
-) -> Iterator[Any]:
+def trimming_engine(model: Path, cost_of_token: float, config: dict[str, Any] = ON_THE_DEVICE) -> Iterator[Any]:
     """An engine that trims its drafts; a token more makes a step longer by a share of the first one."""
 
     @contextmanager
@@ -70,7 +67,7 @@ def trimming_engine(
         patch.object(adaptive_verification, "torch", fake_torch),
         patch.object(adaptive_verification, "stream", stream),
         patch.object(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **kwargs: mode),
-        start(model, config) as e,
+        async_engine(model, config) as e,
     ):
         # vLLM takes a number of tokens between two that were measured for the larger one.
         of_target = [(number, 1.0 + (number - 1) * cost_of_token) for number in range(1, 65)]
@@ -121,25 +118,15 @@ def test_slots_that_cost_too_much_are_not_run(trained: Path, base: list[list[int
     assert sum(run for _, run in seen[2:]) == 0
 
 
-@pytest.mark.parametrize("cost_of_token", [0.02, 5.0])
-def test_with_synchronous_scheduling_drafts_are_trimmed(
-    cost_of_token: float, trained: Path, base: list[list[int]]
-) -> None:
-    """The lists that the scheduler has are shorter there."""
-    with trimming_engine(trained, cost_of_token, start=engine) as e, verified_drafts(e) as seen:
-        e.runner.speculator.drafting.requests.prices.agree = lambda num_reqs: Prices(0.02, 1.0, 0.02, 0.02)
-        assert tokens(e, TWO, max_tokens=MAX_TOKENS) == base
-    scheduled, run = (sum(column) for column in zip(*seen[2:], strict=True))
-    assert scheduled > 0
-    assert (run > 0) == (cost_of_token < 1)
-
-
 def test_after_a_fault_no_slot_seems_to_hold_a_draft(trained: Path, base: list[list[int]]) -> None:
-    with trimming_engine(trained, 0.02) as e, fault(AdaptiveFiller, "fill", lambda *args: True) as hits:
+    failing = fault(AdaptiveFiller, "fill", lambda *args: True)
+    with trimming_engine(trained, 0.02) as e, failing as hits, verified_drafts(e) as seen:
         confidences = e.runner.speculator.drafting.confidences
         confidences.fill_(1)
         assert tokens(e, TWO, max_tokens=MAX_TOKENS) == base
     assert hits
+    # The chances that vLLM begins with are 1.
+    assert sum(run for _, run in seen[2:]) == 0
     assert float(confidences[: len(TWO)].max()) == 0
 
 

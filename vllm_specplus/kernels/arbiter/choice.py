@@ -11,6 +11,7 @@ import triton.language as tl
 from vllm_specplus import sources
 from vllm_specplus.kernels.arbiter.accounts import Accounts, plan_and_report, report_credit, settle
 from vllm_specplus.kernels.arbiter.keys import (
+    MODEL,
     REFERENCE,
     against,
     beside,
@@ -26,7 +27,6 @@ from vllm_specplus.kernels.arbiter.offers import NgramMatches, write_matches
 from vllm_specplus.kernels.arbiter.state import DISPUTED, ENDS, ONE, SETTLED, SHIFT, Beliefs, State
 from vllm_specplus.kernels.drafts import DraftCounts, Drafts, Limits, load_limit, store_counts
 
-_MODEL = tl.constexpr(sources.MODEL)
 _UNFILLED = tl.constexpr(sources.UNFILLED)
 
 
@@ -266,7 +266,7 @@ def _chances_of_model(beliefs, row, chains, known, passes, sizes):
     is_drafted = places < passes
     keys = model_keys(chains, sizes)
     chances = tl.load(beliefs.chances + keys, mask=is_drafted, other=0)
-    chances = scaled(chances, factors(beliefs.record, row, records_of(keys, _MODEL)))
+    chances = scaled(chances, factors(beliefs.record, row, records_of(keys, MODEL)))
     if not sizes.IS_BLIND:
         is_disputed = chains.is_models & known.has_rivals
         is_disputed = is_disputed[None, :] & (chains.starts[None, :] == places[:, None])

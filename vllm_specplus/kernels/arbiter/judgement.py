@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplus import sources
 from vllm_specplus.kernels.arbiter.keys import (
+    MODEL,
     REFERENCE,
     against,
     beside,
@@ -51,7 +51,6 @@ from vllm_specplus.kernels.sizes import next_power_of_2
 _NOTHING = Counted(None, None, None, None, None, None, None)
 _BLOCK_KEYS = next_power_of_2(NUM_KEYS.value)
 _BLOCK_RECORDS = tl.constexpr(next_power_of_2(NUM_RECORDS.value))
-_MODEL = tl.constexpr(sources.MODEL)
 
 
 def judge_and_offer(
@@ -163,7 +162,7 @@ def _judge(texts, offers, table, record, opposed, foregone, positions_ptr, num_n
     right = tl.min(tl.where(is_hit, sizes.BLOCK_STEPS, places), axis=0)
     is_judged = is_judged & (places <= right)
     keys = model_keys(chains, sizes)
-    which = records_of(keys, _MODEL)
+    which = records_of(keys, MODEL)
     expected = _by_record(_count(table, keys, is_judged, is_hit), which)
     trials = _by_record(is_judged.to(tl.int64), which)
     hits = _by_record((is_judged & is_hit).to(tl.int64), which)
@@ -233,7 +232,7 @@ def _note_foregone(foregone, table, record, row, chains, passes, is_out, is_miss
     tl.store(foregone.gains + row, tl.where(is_out, class_of_history(chains) * sizes.NUM_STEPS + passes, NO_PASS))
     key = tl.sum(tl.where(tl.arange(0, sizes.BLOCK_STEPS) == passes, model_keys(chains, sizes), 0), axis=0)
     chance = tl.load(table.chances + key, mask=is_missed, other=0)
-    chance = scaled(chance, factors(record, row, records_of(key, _MODEL)))
+    chance = scaled(chance, factors(record, row, records_of(key, MODEL)))
     tl.store(foregone.chances + row, tl.where(is_missed, chance, 0), mask=is_out)
 
 

@@ -32,6 +32,7 @@ from vllm_specplus.kernels.arbiter.state import (
     WHOLE_OUTPUT,
 )
 
+MODEL = tl.constexpr(sources.MODEL)
 _NGRAM = tl.constexpr(sources.NGRAM)
 REFERENCE = tl.constexpr(sources.REFERENCE)
 
