@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from vllm_specplus.compare.environment import machine
 
 
@@ -37,6 +39,12 @@ def num_right(drafts: Sequence[int], truth: Sequence[int]) -> int:
             break
         right += 1
     return right
+
+
+def first_problem(error: ValidationError, whole: str) -> str:
+    """Where the first problem is and what it is, in one line; `whole` stands for what was read."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from common import first_problem
 from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from vllm_specplus.compare.command import positive
@@ -71,9 +72,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(f"{path}: needs a list of kind, name and prompt: {where}: {first['msg']}") from None
+        problem = first_problem(error, "the file")
+        raise ValueError(f"{path}: needs a list of kind, name and prompt: {problem}") from None
     return [row.model_dump(exclude_none=True) for row in rows]
 
 

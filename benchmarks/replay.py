@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from common import environment, num_right, write_json
+from common import environment, first_problem, num_right, write_json
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
@@ -170,11 +170,8 @@ def _trace(row: Any, number: int, passes: int) -> Trace:
     try:
         given = TraceRow.model_validate(row)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the trace"
-        raise TraceError(
-            f"trace {number}: needs kind, name, prompt, output and drafts: {where}: {first['msg']}"
-        ) from None
+        problem = first_problem(error, "the trace")
+        raise TraceError(f"trace {number}: needs kind, name, prompt, output and drafts: {problem}") from None
     kind, name, drafts = given.kind, given.name, given.drafts
     prompt, output = np.array(given.prompt, np.int32), np.array(given.output, np.int32)
     reference = None if given.reference is None else np.array(given.reference, np.int32)
