@@ -85,13 +85,14 @@ def failure(out: Path, capsys: pytest.CaptureFixture[str], code: int = 1) -> str
     return line
 
 
-class TestTokenizer:
-    @pytest.fixture(scope="class")
-    def tokenizer(self, tmp_path_factory: pytest.TempPathFactory):
-        folder = tmp_path_factory.mktemp("tokenizer")
-        gguf_checkpoint.write_tokenizer(fields(), folder)
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    gguf_checkpoint.write_tokenizer(fields(), folder)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
+
+class TestTokenizer:
     @pytest.mark.parametrize("text", ["ab ab", "a1212b\n\n  x", "naïve 語 \U0001f600", "", "<|im_end|> 12"])
     def test_texts_survive(self, tokenizer, text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -63,7 +63,7 @@ def in_each_engine() -> Iterator[Any]:
             yield pytest.param(*param.values, kind, marks=param.marks)
 
 
-@pytest.mark.parametrize(("proposer", "engine_kind"), in_each_engine())
+@pytest.mark.parametrize(("proposer", "engine_kind"), [*in_each_engine()])
 def test_greedy_text(
     proposer: str, engine_kind: str, tiny: Path, trained: Path, draft: Path, plain_text: dict[Path, list[list[int]]]
 ) -> None:
