@@ -42,6 +42,7 @@ from vllm_specplus.proposers.arbiter import Prices
 from vllm_specplus.sources import NGRAM
 
 MIN_SIZE, MAX_SIZE, NUM_DRAFTS = 2, 5, 5
+NUM_PASSES = 2  # of the arbiter's draft model, as in README's hybrid
 WARMUP_STEPS = 3
 NUM_CHECKED = 4
 GOAL_SPEEDUP, GOAL_GROWTH, GOAL_ARBITER = 10.0, 1.5, 25.0
@@ -192,7 +193,7 @@ def time_suffix(histories: list[History], batch: int, limits: np.ndarray, max_to
 
 
 class FoundMatches:
-    """A matcher that has found the matches of all steps beforehand, behind no draft of the model and behind one."""
+    """A matcher that has found the matches of all steps beforehand, behind each number of the model's drafts."""
 
     match_len_cap = 64
 
@@ -202,13 +203,16 @@ class FoundMatches:
         matcher = NgramMatcher(batch, length + NUM_DRAFTS, **sizes)
         self._matches: dict[int, list[Match]] = {}
         for history in histories:
-            found = matcher.match(history, None, limits), matcher.match(history, model_drafts, limits - 1)
+            found = (
+                matcher.match(history, model_drafts[:, :start] if start else None, limits - start)
+                for start in range(NUM_PASSES + 1)
+            )
             self._matches[id(history)] = [
                 Match(match.token_ids.copy(), match.num_tokens.copy(), match.match_len.copy()) for match in found
             ]
 
     def match(self, history: History, model_drafts: np.ndarray | None, max_drafts: np.ndarray) -> Match:
-        return self._matches[id(history)][model_drafts is not None]
+        return self._matches[id(history)][0 if model_drafts is None else model_drafts.shape[1]]
 
     def retain(self, req_ids: Collection[str]) -> None:
         """Do nothing."""
@@ -216,11 +220,11 @@ class FoundMatches:
 
 def time_arbiter(histories: list[History], batch: int, limits: np.ndarray) -> Timing:
     """The arbiter's timing, beside a model whose passes cost nothing, so that it never sleeps."""
-    model_drafts = np.random.default_rng(0).integers(0, 32_000, (batch, 1))
+    model_drafts = np.random.default_rng(0).integers(0, 32_000, (batch, NUM_PASSES), np.int32)
     drafter = AdaptiveDrafter(
         {NGRAM: FoundMatches(histories, model_drafts, limits)},
         max_num_reqs=batch,
-        num_model_steps=1,
+        num_model_steps=NUM_PASSES,
         num_speculative_tokens=NUM_DRAFTS,
     )
     drafter.set_prices(Prices(slot=0.02, step=1.0))

@@ -18,7 +18,8 @@ jump          what a step of six tokens a request costs more than the line throu
 
 The speeds do not tell a slot from a pass, so the cost of a slot is an option. The run exits with 1 where a cost is not
 positive, or where the simulated speeds are not the published ones. Adaptive drafting measures the costs while it runs,
-as in an engine. It pays `fixed` too.
+as in an engine with 100 requests on V1. It pays `fixed` too. In such an engine a step's time counts as linear in its
+tokens. So the arbiter learns of `jump` only what a line can tell.
 """
 
 import argparse
@@ -33,8 +34,9 @@ from replay import Setting, Trace, replay, replay_adaptive
 from rich.console import Console
 from rich.table import Table
 
+from vllm_specplus.compare.command import number_from_0
 from vllm_specplus.proposers import History, Match
-from vllm_specplus.proposers.costs import CostMeter
+from vllm_specplus.proposers.costs import CostMeter, Costs
 from vllm_specplus.sources import NGRAM
 
 RATES = (0.817, 0.675, 0.619)
@@ -44,6 +46,7 @@ MOST_SLOTS_ON_THE_LINE = 4
 TOLERANCE = 0.03  # of a simulated speed
 NUM_TRACES, NUM_TOKENS = 30, 600
 MATCH_LEN = 3
+NUM_REQS = 100
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,24 @@ class PublishedSetting(Setting):
     def cost(self, passes: int, num_drafts: int) -> float:
         """What a step costs, with what it costs more than a line through the other steps."""
         return super().cost(passes, num_drafts) + self.fixed + self.jump * (num_drafts > MOST_SLOTS_ON_THE_LINE)
+
+
+class BatchMeter(CostMeter):
+    """Measures one request's steps as those of a batch of `NUM_REQS`, which all draft alike."""
+
+    def add_step(self, num_drafts: int, num_reqs: int, time: float) -> float:
+        """See `CostMeter.add_step`; the request's share of the time."""
+        return super().add_step(NUM_REQS * num_drafts, NUM_REQS * num_reqs, NUM_REQS * time) / NUM_REQS
+
+    def add_passes(self, num_passes: int, num_reqs: int, time: float) -> None:
+        """See `CostMeter.add_passes`; the request's share of the time."""
+        super().add_passes(num_passes, NUM_REQS * num_reqs, NUM_REQS * time)
+
+    def costs(self, num_reqs: int) -> Costs:
+        """The request's share of the batch's costs; a slot is one request's in any case."""
+        costs = super().costs(NUM_REQS * num_reqs)
+        shares = (time / NUM_REQS for time in (costs.first_pass, costs.later_pass, costs.verification))
+        return Costs(costs.step / NUM_REQS, costs.slot, *shares)
 
 
 class RandomMatcher:
@@ -151,7 +172,7 @@ def speed_of(traces: list[Trace], matcher: RandomMatcher, num_model: int, num_ng
 
 def adaptive_speed(traces: list[Trace], matcher: RandomMatcher, setting: Setting) -> float:
     """Tokens per cost of the arbiter, which measures the costs of its steps."""
-    results = replay_adaptive(traces, {NGRAM: matcher}, setting, CostMeter())
+    results = replay_adaptive(traces, {NGRAM: matcher}, setting, BatchMeter())
     return sum(len(trace.output) - 1 for trace in traces) / sum(cost for _, cost in results)
 
 
@@ -190,7 +211,7 @@ def simulate(slot: float, console: Console) -> tuple[list[dict], list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Run the simulation; 1 if the costs do not explain the published speeds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slot-cost", type=float, nargs="+", default=[0.01, 0.02, 0.05], metavar="C")
+    parser.add_argument("--slot-cost", type=number_from_0, nargs="+", default=[0.01, 0.02, 0.05], metavar="C")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=140)

@@ -74,6 +74,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     except ValidationError as error:
         problem = first_problem(error, "the file")
         raise ValueError(f"{path}: needs a list of kind, name and prompt: {problem}") from None
+    if not rows:
+        raise ValueError(f"{path}: needs a list of kind, name and prompt: it is empty")
     return [row.model_dump(exclude_none=True) for row in rows]
 
 
@@ -193,11 +195,16 @@ def main() -> int:
     args = parser.parse_args()
     try:
         rows = workload_rows(args.workload) if args.workload else read_prompts(args.prompts)
+        # A recording takes long: it does not begin where it cannot be kept.
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.open("a").close()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: --out {args.out}: cannot be written: {error}", file=sys.stderr)
+        return 2
     traces = record(args, rows)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(traces) + "\n")
     tokens = sum(len(trace["output"]) for trace in traces)
     print(f"{args.out}: {len(traces)} traces, {tokens} output tokens")

@@ -1,7 +1,7 @@
 """Tokens per step and speed of every way of drafting, replayed on recorded texts: no engine and no model runs.
 
     python benchmarks/replay.py --traces FILE [--passes N ...] [--window N ...] [--draft-cost C ...] [--slot-cost C ...]
-                                [--json FILE]
+                                [--measure-costs] [--json FILE]
 
 FILE is a JSON list of ``{"kind", "name", "prompt", "output", "drafts"}``, as `benchmarks/record.py` writes it. Prompt
 and output are token ids. ``drafts[i]`` is what the draft model drafts once ``output[:i + 1]`` is known; only the last
@@ -27,6 +27,9 @@ adaptive    what the arbiter chooses among all of these; it learns from trace to
 hindsight   for each step the best of these, and of a match behind each number of the model's drafts, with the best cut
             and the fewest passes: no drafter can do better
 ==========  ============================================================================================
+
+The arbiter is told the costs, so that a setting shows what its choices are worth. With `--measure-costs` it measures
+them from step to step in each setting, as an engine with one request on V1 does. That costs some steps without drafts.
 
 An engine knows which tokens end a text. Here they are those that end several outputs of the file and stand within none.
 
@@ -254,7 +257,10 @@ def cited(trace: Trace, width: int) -> Drafts:
 
 
 def replay(
-    trace: Trace, draft: Callable[[int], Drafted], setting: Setting, pace: Pace | None = None
+    trace: Trace,
+    draft: Callable[[int], Drafted],
+    setting: Setting,
+    note: Callable[[int, float], None] = lambda num_tokens, cost: None,
 ) -> tuple[int, float]:
     """Steps and cost of a trace; the first output token is there before the first step.
 
@@ -262,7 +268,7 @@ def replay(
         trace: the text.
         draft: what is drafted, and in how many passes, once the output token at a position is known.
         setting: the costs.
-        pace: takes each step's tokens and cost.
+        note: takes each step's tokens and cost.
 
     Raises:
         RuntimeError: the steps gave another text than the output.
@@ -273,8 +279,7 @@ def replay(
         accepted = num_right(row, trace.confirmable(position))
         tokens += [*row[:accepted], int(trace.output[position + accepted + 1])]
         step = setting.cost(passes, len(row))
-        if pace is not None:
-            pace.add(accepted + 1, step)
+        note(accepted + 1, step)
         cost += step
         num_steps += 1
         position += accepted + 1
@@ -338,6 +343,10 @@ def replay_adaptive(
     )
     pace, costs = Pace(), Costs(1.0, setting.slot_cost, setting.draft_cost, setting.draft_cost)
     limit = np.array([setting.width])
+
+    def note(num_tokens: int, cost: float) -> None:
+        pace.add(num_tokens, cost / (costs if meter is None else meter.costs(1)).step)
+
     results = []
     for trace in traces:
         reference = None if trace.reference is None else new_reference(trace)
@@ -361,7 +370,7 @@ def replay_adaptive(
             return drafts, passes
 
         pace.begin_request(1)
-        results.append(replay(trace, draft, setting, pace))
+        results.append(replay(trace, draft, setting, note))
         drafter.retain([])
     return results
 
@@ -406,6 +415,7 @@ def rows_of(
     offers: dict[str, list[Drafts | None]],
     matchers: dict[int, Matcher],
     setting: Setting,
+    meter: CostMeter | None = None,
 ) -> list[Row]:
     """The rows of one setting, those of `hindsight` last.
 
@@ -414,8 +424,9 @@ def rows_of(
         offers: of `offers_of`, for the setting's passes and width.
         matchers: of `new_matchers`, likewise.
         setting: passes, width and costs.
+        meter: see `replay_adaptive`.
     """
-    rows = rows_of_drafters(traces, offers, matchers, setting)
+    rows = rows_of_drafters(traces, offers, matchers, setting, meter)
     passes = setting.passes
     # Of the model's drafts each costs a pass of its own, so fewer may do; what joins them needs all of them.
     needs = {"model": None, "ngram": 0, "suffix": 0, "append": passes, "override": passes, "reference": 0}
@@ -432,6 +443,7 @@ def rows_of_drafters(
     offers: dict[str, list[Drafts | None]],
     matchers: dict[int, Matcher],
     setting: Setting,
+    meter: CostMeter | None = None,
 ) -> list[Row]:
     """The rows of one setting without `hindsight`; for the arguments see `rows_of`."""
     passes = setting.passes
@@ -450,7 +462,7 @@ def rows_of_drafters(
             for trace, one in zip(traces, drafts, strict=True)
         ]
         rows += summed(way, num_passes, setting, traces, results)
-    return rows + summed("adaptive", passes, setting, traces, replay_adaptive(traces, matchers, setting))
+    return rows + summed("adaptive", passes, setting, traces, replay_adaptive(traces, matchers, setting, meter))
 
 
 def spliced(trace: Trace, matchers: dict[int, Matcher], setting: Setting) -> list[tuple[Drafts, int | None]]:
@@ -515,6 +527,7 @@ def main() -> int:
     parser.add_argument("--window", type=positive, nargs="+", default=[5, 10], metavar="N", help="default: 5 10")
     parser.add_argument("--draft-cost", type=number_from_0, nargs="+", default=[0.08], metavar="C", help="default: .08")
     parser.add_argument("--slot-cost", type=number_from_0, nargs="+", default=[0.02], metavar="C", help="default: .02")
+    parser.add_argument("--measure-costs", action="store_true", help="the arbiter measures the costs from step to step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args()
     if min(args.window) < max(args.passes):
@@ -533,7 +546,8 @@ def main() -> int:
         offers, matchers = offers_of(traces, passes, width), new_matchers(traces, passes, width)
         for draft_cost, slot_cost in itertools.product(args.draft_cost, args.slot_cost):
             setting = Setting(passes, width, draft_cost, slot_cost)
-            found = rows_of(traces, offers, matchers, setting)
+            meter = CostMeter() if args.measure_costs else None
+            found = rows_of(traces, offers, matchers, setting, meter)
             print_table(found, setting, console)
             rows += found
     if args.json:

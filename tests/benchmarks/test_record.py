@@ -42,6 +42,7 @@ def test_a_config_that_does_not_draft_with_a_model_alone(config: str, message: s
         (None, "cannot be read"),
         ("{", "the file: Invalid JSON"),
         ("{}", "the file: Input should be a valid array"),
+        ("[]", "it is empty"),
         ('[{"kind": "code", "name": "one"}]', "0.prompt: Field required"),
         ('[{"kind": "code", "name": "one", "prompt": ""}]', 'must be text or a list of token ids, got ""'),
         ('[{"kind": "code", "name": "one", "prompt": [-1]}]', "must be text or a list of token ids, got [-1]"),
@@ -55,3 +56,11 @@ def test_a_bad_file_gets_one_line(text: str | None, message: str, tmp_path: Path
     line = refusal(str(file))
     assert line.startswith(f"error: {file}: ")
     assert message in line
+
+
+def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "MODEL", "--workload", "edit", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: --out {tmp_path}: cannot be written: ")

@@ -73,6 +73,24 @@ def test_adaptive_learns_which_way_pays(tmp_path: Path) -> None:
     assert speed["append"] < 0.5 * speed["ngram"]
 
 
+def test_measured_costs_are_learned(tmp_path: Path) -> None:
+    """A slot costs ten times what is usual, and a match is right in one of two texts."""
+    output = PERIOD * 30
+    noise = np.random.default_rng(0).integers(0, 9, len(output)).tolist()
+    traces = [
+        trace(name=f"t{i}", kind=kind, output=text, drafts=[[99, 99]] * len(output))
+        for i in range(20)
+        for kind, text in (("period", output), ("noise", noise))
+    ]
+    settings = ("--passes", "2", "--window", "8", "--draft-cost", ".3", "--slot-cost", ".2")
+    told = rows(tmp_path, traces, *settings)
+    measured = rows(tmp_path, traces, *settings, "--measure-costs")
+    assert measured["none", "all", 0] == told["none", "all", 0]
+    ratio = measured["adaptive", "all", 2]["speed"] / told["adaptive", "all", 2]["speed"]
+    assert 0.95 < ratio < 1.02
+    assert ratio != 1
+
+
 def test_two_traces_of_one_name(tmp_path: Path) -> None:
     other = trace(output=[9, 8, 7, 6, 5] * 4, drafts=[[1, 1]] * 20)
     found = rows(tmp_path, [trace(), other], "--passes", "1", "--window", "4")

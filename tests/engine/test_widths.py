@@ -140,6 +140,15 @@ def test_adaptive_verification_chooses_by_itself(log: pytest.LogCaptureFixture) 
     assert line.endswith("always 12, since enable_adaptive_verification=true trims them on the device")
 
 
+def test_a_key_that_turns_asynchronous_scheduling_off_turns_adaptive_verification_off(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    engine = widths.with_possible_adaptive_verification(read(ON_THE_DEVICE | {"disable_padded_drafter_batch": True}))
+    assert "enable_adaptive_verification" not in engine.resolved.vllm
+    (line,) = log.messages
+    assert "not in force, since scheduling is synchronous" in line
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -202,6 +211,7 @@ def test_where_nobody_tells_salts_one_line_says_what_follows(log: pytest.LogCapt
         (NGRAM, {}, ALL),
         (HYBRID, {"async_scheduling": True}, ALL),
         (HYBRID, {"async_scheduling": False}, []),
+        (HYBRID | {"disable_padded_drafter_batch": True}, {}, []),
         (HYBRID | {"adaptive": False}, {}, []),
         (HYBRID | {"match_override_len": 4}, {}, []),
         # Suffix trees turn asynchronous scheduling off unless it is asked for.

@@ -119,6 +119,10 @@ def _effect(config: _Config, key: str, value: Any) -> str:
         return f"{_NO_EFFECT}: method {config.method} has no draft model"
     if key in _EFFECTS:
         return _EFFECTS[key](config, value)
+    return _of_vllm(config, key, value)
+
+
+def _of_vllm(config: _Config, key: str, value: Any) -> str:
     summary = config.stock.keys[key].summary if key in config.stock.keys else ""
     says = f"; vLLM says of this key: {summary}" if summary else ""
     return f"goes to vLLM as {show(config.as_vllm_reads(key, value))}{says}"
@@ -208,6 +212,12 @@ def _adaptive(config: _Config, value: Any) -> str:
     if value:
         return "drafts in each step what earns most tokens for its time, up to all slots"
     return "appends matches to the model's drafts" if options.is_hybrid else "fills as many slots as it can"
+
+
+def _adaptive_verification(config: _Config, value: Any) -> str:
+    if not value or config.options is None:
+        return _of_vllm(config, "enable_adaptive_verification", value)
+    return "lets vLLM trim the drafts of a step on the device by their chances, on V2 where it can; the log says if not"
 
 
 _SCOPES = {
@@ -333,6 +343,7 @@ _EFFECTS: dict[str, Callable[[_Config, Any], str]] = {
     "allow_force_accept": _force_accept,
     "match_override_len": _override,
     "adaptive": _adaptive,
+    "enable_adaptive_verification": _adaptive_verification,
     "suffix_decoding_max_tree_depth": lambda config, value: (
         f"limits a match and its drafts to {_count(value, 'token')} together"
     ),

@@ -110,5 +110,7 @@ def _is_asynchronous(setup: EngineSetup) -> bool:
     if not setup.on_v2:
         return False
     if setup.args.async_scheduling is None:
-        return setup.device_type != "cpu" and reason_for_synchronous_scheduling(setup) is None
+        # vLLM turns it off for that key.
+        is_off = setup.resolved.vllm.get("disable_padded_drafter_batch", False)
+        return setup.device_type != "cpu" and not is_off and reason_for_synchronous_scheduling(setup) is None
     return setup.args.async_scheduling

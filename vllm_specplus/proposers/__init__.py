@@ -9,6 +9,7 @@
 | `arbiter` | `Arbiter`: chooses among all sources what earns most, and how many passes the draft model makes |
 | `adaptive` | `AdaptiveDrafter`: asks the sources in each step, and the arbiter |
 | `costs` | `CostMeter`, `Pace`: what slots and passes cost, in the tokens that their time would bring |
+| `draft_widths` | how many slots a step gets where each slot is verified, filled or not |
 | `reference_text` | `ReferenceText`: text that a request's output is expected to resemble |
 """
 

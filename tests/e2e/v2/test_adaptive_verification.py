@@ -115,6 +115,7 @@ def test_slots_that_cost_too_much_are_not_run(trained: Path, base: list[list[int
     with trimming_engine(trained, 5.0) as e, verified_drafts(e) as seen:
         assert tokens(e, TWO, max_tokens=MAX_TOKENS) == base
     # The chances that vLLM begins with are 1.
+    assert any(scheduled for scheduled, _ in seen[2:])
     assert sum(run for _, run in seen[2:]) == 0
 
 
@@ -126,6 +127,7 @@ def test_after_a_fault_no_slot_seems_to_hold_a_draft(trained: Path, base: list[l
         assert tokens(e, TWO, max_tokens=MAX_TOKENS) == base
     assert hits
     # The chances that vLLM begins with are 1.
+    assert any(scheduled for scheduled, _ in seen[2:])
     assert sum(run for _, run in seen[2:]) == 0
     assert float(confidences[: len(TWO)].max()) == 0
 
@@ -147,6 +149,8 @@ def test_confidences_are_the_chances_of_the_drafts(trained: Path) -> None:
         assert e.runner.speculator.draft_token_confidence_probs is drafting.confidences
         assert e.runner.speculator.acceptance_estimator is None
     assert any(bool((num_drafts > 0).any()) for _, num_drafts in seen)
+    # Chances follow what is known of each draft.
+    assert len({chance for confidences, _ in seen for chance in confidences.flatten().tolist()}) > 4
     for confidences, num_drafts in seen:
         holds_draft = torch.arange(confidences.shape[1]) < num_drafts[:, None]
         assert bool(((confidences > 0) == holds_draft).all())
